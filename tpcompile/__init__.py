@@ -1,0 +1,1 @@
+"""Tensor parallelism for unmodified PyTorch models, by compilation."""

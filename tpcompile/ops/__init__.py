@@ -1,0 +1,1 @@
+"""Rules of the ATen ops, by family. Importing this package registers them all."""
