@@ -158,7 +158,8 @@ def _term(text: str) -> Term:
 
 RuleFn = Callable[..., Rule | None]
 RULES: dict[Any, RuleFn] = {}
-"""Op overload -> rule function. The function has the op's signature; tensors have .shape (ints),
+"""Op overload, or its name, -> rule function. The name serves libraries that register their ops
+when they are imported. The function has the op's signature; tensors have .shape (ints),
 .ndim and .dtype. It returns None where it has nothing to say: the op is then replicated."""
 SAMPLES: dict[Any, list[Callable[[], Sequence[Any]]]] = {}
 """Op overload -> makers of example arguments, for the generic test."""
@@ -169,7 +170,8 @@ def rule(
 ) -> Callable[[RuleFn], RuleFn]:
     """Register the decorated function as the rule of each op.
 
-    A sample returns the op's positional arguments; a dict as last item is the keyword arguments.
+    An op is an overload, or the name of one that a library registers later.  A sample returns the
+    op's positional arguments; a dict as last item is the keyword arguments.
     """
 
     def register(fn: RuleFn) -> RuleFn:
@@ -183,5 +185,5 @@ def rule(
 
 def rule_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
     """The rule of one call, or None where the op has none (it is then replicated)."""
-    fn = RULES.get(op)
+    fn = RULES.get(op) or RULES.get(str(op))
     return None if fn is None else fn(*args, **kwargs)

@@ -1,0 +1,231 @@
+"""Turn the global program into the program one rank runs on its pieces."""
+
+import operator
+from math import prod
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from tpcompile.dims import Dim, Sizes, segments_of
+from tpcompile.layout import is_even, share, start
+from tpcompile.passes.assign_placements import Assignment
+from tpcompile.passes.insert_collectives import Conversion
+from tpcompile.placement import State
+from tpcompile.program import Program, operands
+from tpcompile.rule import DimSpec, Rule, Spec
+from tpcompile.storage import ParamLayout
+from tpcompile.strategies import Strategy
+
+
+def localize(program: Program) -> Program:
+    """Cut literal sizes to this rank's share and give every collective its axis and layout.
+
+    Before:  %v = view(%q, [2, 8, 32, 64])     %r = reduce_scatter(%y)
+    After:   %v = view(%q, [2, 8, -1, 64])     %r = reduce_scatter(%y, (tp, 2, 0), 1, ((1, 8, 1),))
+
+    `program.extra["axis"]` is (group name, size, rank); sets `program.extra["layouts"]`.
+    """
+    context = _Context(program)
+    plan: Assignment = program.extra["assignment"]
+    for node in list(program.calls()):
+        if "conversion" in node.meta:
+            _localize_conversion(node, context)
+        elif (strategy := plan.strategies.get(node)) is not None and strategy.split is not None:
+            _localize_call(node, strategy, context)
+    program.extra["layouts"] = {
+        program.leaves[node.name].name: layout_for(node, state, context.sizes, context.axis[1])
+        for node, state in plan.parameters.items()
+        if program.leaves[node.name].kind == "parameter"
+    }
+    program.extra["dynamic"] = context.dynamic
+    return program
+
+
+def layout_for(node: fx.Node, state: State, sizes: Sizes, degree: int) -> ParamLayout:
+    """How a parameter in `state` is stored."""
+    shape = tuple(map(int, node.meta["val"].shape))
+    if not isinstance(state, Dim):
+        return ParamLayout(shape, None, (), degree)
+    dim, segments = _split_dim(node.meta["dims"][0], state)
+    return ParamLayout(shape, dim, segments, degree)
+
+
+def _split_dim(dims: tuple[Any, ...], atom: Dim) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    from tpcompile.dims import contains
+
+    place = next(i for i, d in enumerate(dims) if d is not None and contains(d, atom))
+    return place, segments_of(dims[place], atom)
+
+
+class _Context:
+    """What localising any node of one program needs."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.axis: tuple[str, int, int] = program.extra["axis"]
+        self.sizes: Sizes = program.extra["sizes"]
+        self.dynamic: set[Any] = set()
+        """Expressions that must be divisible by the degree at run time."""
+        self._nodes: dict[Any, Any] = {}
+
+    def size(self, code: int) -> Any:
+        """A coded size as an int or a node."""
+        return self.materialize(self.sizes.expr(code))
+
+    def materialize(self, expr: Any) -> Any:
+        """An int or sympy expression of input sizes as an int or a node at the graph's top."""
+        if isinstance(expr, int) or expr.is_Integer:
+            return int(expr)
+        if expr not in self._nodes:
+            self._nodes[expr] = self._build(expr)
+        return self._nodes[expr]
+
+    def _build(self, expr: Any) -> fx.Node:
+        if expr.is_Symbol:
+            name, dim = self.program.symbols[expr]
+            leaf = next(n for n in self.program.placeholders("input") if n.name == name)
+            return self._call(torch.ops.aten.sym_size.int, (leaf, dim), leaf.meta["val"].shape[dim])
+        functions = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+        fn = functions.get(expr.func)
+        assert fn is not None, f"size {expr} is not a polynomial of input sizes"
+        parts = [self.materialize(arg) for arg in expr.args]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._call(fn, (total, part), None)
+        return total
+
+    def _call(self, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
+        placeholders = list(self.program.placeholders())
+        after = [a for a in args if isinstance(a, fx.Node) and a.op != "placeholder"]
+        place = max(after, default=placeholders[-1])
+        with self.program.graph.inserting_after(place):
+            node = self.program.graph.call_function(target, args)
+        node.meta.update(val=val, path="", where="", modules=(), calls=())
+        return node
+
+    def segments(self, dim: Dim, atom: Dim) -> tuple[tuple[Any, Any, Any], ...]:
+        """How a dim is dealt out, sizes as ints or nodes."""
+        if self.sizes.expr(atom.size) != atom.size:
+            self.dynamic.add(self.sizes.expr(atom.size))
+        return tuple(
+            (self.size(o), self.size(u), self.size(i)) for o, u, i in segments_of(dim, atom)
+        )
+
+    def shared(self, code: int) -> Any:
+        """This rank's share of a coded number of units."""
+        _, size, rank = self.axis
+        units = self.size(code)
+        if isinstance(units, int):
+            return share(units, size, rank)
+        self.dynamic.add(self.sizes.expr(code))
+        key = ("share", code)
+        if key not in self._nodes:
+            self._nodes[key] = self._call(operator.floordiv, (units, size), None)
+        return self._nodes[key]
+
+
+class _NodeSplit:
+    """`rule.Split` for one call of which `atom` is split."""
+
+    def __init__(self, node: fx.Node, rule: Rule, atom: Dim, context: _Context) -> None:
+        self.node, self.rule, self.atom, self.context = node, rule, atom, context
+        self.axis = context.axis
+        self._bound: dict[str, Dim] = node.meta["bound"]
+
+    def is_split(self, factor: str) -> bool:
+        from tpcompile.dims import contains
+
+        return factor in self._bound and contains(self._bound[factor], self.atom)
+
+    def global_size(self, factor: str) -> Any:
+        return self.context.size(self._bound[factor].size) if factor in self._bound else 1
+
+    def local_size(self, factor: str) -> Any:
+        if not self.is_split(factor):
+            return self.global_size(factor)
+        total: Any = 0
+        for outer, units, inner in segments_of(self._bound[factor], self.atom):
+            parts = [self.context.size(outer), self.context.shared(units), self.context.size(inner)]
+            total = _plus(total, _times(parts, self.context), self.context)
+        return total
+
+    def offset(self, factor: str) -> Any:
+        ((_, units, inner),) = segments_of(self._bound[factor], self.atom)
+        _, size, rank = self.axis
+        total = self.context.size(units)
+        if isinstance(total, int):
+            return _times([start(total, size, rank), self.context.size(inner)], self.context)
+        return _times([self.context.shared(units), rank, self.context.size(inner)], self.context)
+
+    def length(self, spec: DimSpec) -> Any:
+        total: Any = 0
+        for term in spec:
+            product = _times([self.local_size(name) for name in term], self.context)
+            total = _plus(total, product, self.context)
+        return total
+
+    def layout(self, spec: Spec) -> tuple[int, tuple[tuple[Any, Any, Any], ...]] | None:
+        for i, dim in enumerate(spec):
+            if any(self.is_split(name) for term in dim for name in term):
+                parts = [self._term_segments(term) for term in dim]
+                return i, tuple(s for part in parts for s in part)
+        return None
+
+    def _term_segments(self, term: tuple[str, ...]) -> tuple[tuple[Any, Any, Any], ...]:
+        place = next(i for i, name in enumerate(term) if self.is_split(name))
+        before = prod(self._bound[n].size for n in term[:place] if n in self._bound)
+        after = prod(self._bound[n].size for n in term[place + 1 :] if n in self._bound)
+        size = self.context.size
+        found = segments_of(self._bound[term[place]], self.atom)
+        assert len(found) == 1 or before == 1
+        return tuple((size(before * o), size(u), size(i * after)) for o, u, i in found)
+
+
+def _times(parts: list[Any], context: _Context) -> Any:
+    ints = prod(p for p in parts if isinstance(p, int))
+    nodes = [p for p in parts if not isinstance(p, int)]
+    if not nodes or ints == 0:
+        return ints
+    total = nodes[0] if ints == 1 else context._call(operator.mul, (nodes[0], ints), None)
+    for node in nodes[1:]:
+        total = context._call(operator.mul, (total, node), None)
+    return total
+
+
+def _plus(a: Any, b: Any, context: _Context) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    if a == 0:
+        return b
+    return a if b == 0 else context._call(operator.add, (a, b), None)
+
+
+def _localize_call(node: fx.Node, strategy: Strategy, context: _Context) -> None:
+    rule: Rule = node.meta["rule"]
+    if rule.local is None or strategy.split is None:
+        return
+    split = _NodeSplit(node, rule, strategy.split, context)
+    target, args, kwargs = rule.local(split, *node.args, **node.kwargs)
+    node.target, node.args, node.kwargs = target, tuple(args), kwargs
+
+
+def _localize_conversion(node: fx.Node, context: _Context) -> None:
+    what: Conversion = node.meta["conversion"]
+    (source,) = operands(node)
+    layouts = []
+    for state in (what.have, what.need):
+        if isinstance(state, Dim):
+            dims = node.meta["dims"][0]
+            from tpcompile.dims import contains
+
+            place = next(i for i, d in enumerate(dims) if d is not None and contains(d, state))
+            layouts += [place, context.segments(dims[place], state)]
+    flag = {"partial_grad": True} if what.step.partial_grad else {}
+    if what.step.function in ("all_gather", "split") and not flag:
+        flag = {"partial_grad": False}
+    node.args, node.kwargs = (source, context.axis, *layouts), flag
+
+
+__all__ = ["is_even", "layout_for", "localize"]

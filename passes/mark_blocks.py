@@ -1,0 +1,62 @@
+"""Say which repeated block of the model every node belongs to."""
+
+from torch import fx
+
+from tpcompile.program import Program
+
+
+def mark_blocks(program: Program) -> Program:
+    """Set `node.meta["block"]` to the path of the block module that ran the node, or "".
+
+    Before:  %y = linear(%h, %w)   # layers.0.mlp.down
+    After:   %y = linear(%h, %w)   # layers.0.mlp.down   block layers.0
+
+    `program.extra["block_paths"]` are the candidates.  A block that is called twice, or whose
+    nodes cannot be run in one go, is dissolved into its surroundings.
+    """
+    paths: set[str] = program.extra.get("block_paths", set())
+    repeated: set[str] = set()
+    for node in program.calls():
+        node.meta["block"] = ""
+        modules, calls = node.meta.get("modules", ()), node.meta.get("calls", ())
+        for path, call in zip(modules, calls, strict=True):
+            if path in paths:
+                node.meta["block"] = path
+                if call:
+                    repeated.add(path)
+                break
+    _claim_conversions(program)
+    dissolved = repeated | _interrupted(program)
+    while dissolved:
+        for node in program.calls():
+            if node.meta["block"] in dissolved:
+                node.meta["block"] = ""
+        dissolved = _interrupted(program)
+    return program
+
+
+def _claim_conversions(program: Program) -> None:
+    """A conversion whose readers are all in one block belongs there, not to its source."""
+    for node in reversed(program.graph.nodes):
+        if node.op == "call_function" and "conversion" in node.meta:
+            homes = {user.meta.get("block", "") for user in node.users}
+            if len(homes) == 1 and "" not in homes:
+                node.meta["block"] = homes.pop()
+
+
+def _interrupted(program: Program) -> set[str]:
+    """Blocks of which a node needs something computed outside from another node of it."""
+    bit: dict[str, int] = {}
+    reach: dict[fx.Node, int] = {}
+    found: set[str] = set()
+    for node in program.calls():
+        block = node.meta["block"]
+        own = bit.setdefault(block, 1 << len(bit)) if block else 0
+        seen = own
+        for source in node.all_input_nodes:
+            behind = reach.get(source, 0)
+            seen |= behind
+            if own & behind and source.meta.get("block") != block:
+                found.add(block)
+        reach[node] = seen
+    return found

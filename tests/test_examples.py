@@ -1,0 +1,38 @@
+"""The examples, run as their docstrings say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str) -> str:
+    """What an example prints; it must exit with 0."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_quickstart() -> None:
+    """Both loss curves are printed and fall alike, and the plan names the model's parameters."""
+    text = run("01_quickstart.py")
+    assert "model.layers.0.self_attn.q_proj.weight" in text
+    rows = re.findall(r"^ *\d+ +(\d+\.\d+) +(\d+\.\d+) +\S+$", text, re.MULTILINE)
+    assert len(rows) == 7
+    assert all(abs(float(single) - float(sharded)) < 3e-6 for single, sharded in rows)
+    assert float(rows[-1][1]) < 0.7 * float(rows[0][1])
+    assert text.splitlines()[-1] == "OK: the same within 1e-06 after 30 steps"
+
+
+def test_your_own_module() -> None:
+    """The report is printed, and it says that the model shards right."""
+    assert run("02_your_own_module.py").strip()

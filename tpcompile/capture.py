@@ -1,0 +1,243 @@
+"""Trace an unmodified model into one graph of ATen training ops."""
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture_inputs import (
+    autocast_state,
+    bind_inputs,
+    dynamic_dims,
+    flatten_inputs,
+    unify_sizes,
+)
+from .capture_program import program_from_export
+from .capture_watch import Watch, user_line, watch_forward
+from .errors import CaptureError
+from .program import Program
+from .structure import Structure, flatten, is_tensor
+
+__all__ = ["capture", "flatten_inputs", "holds", "unflatten_output"]
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool = True
+) -> Program:
+    """The program of `model(*args, **kwargs)`, in the model's train or eval state.
+
+    With `dynamic`, the first two dims of every input may vary where tracing does not fix them
+    (`holds` tells whether other inputs fit).  Parameters may be on the meta device.  The model
+    is left as it was.
+
+    Raises:
+        InputError: The arguments do not fit the forward's signature.
+        CaptureError: The forward cannot be traced into one graph.
+    """
+    tensors, structure, names = bind_inputs(model, args, kwargs)
+    attempts = [(True, False), (False, False), (True, True), (False, True)]
+    first: Exception | None = None
+    for is_dynamic, strict in attempts:
+        if is_dynamic and not dynamic:
+            continue
+        try:
+            program = _trace(model, tensors, structure, names, is_dynamic, strict)
+        except CaptureError:
+            raise
+        except Exception as error:
+            first = first or error
+            continue
+        if dynamic and not is_dynamic:
+            program.notes.append(f"input sizes are fixed: {_first_line(first)}")
+        return program
+    raise _capture_error(model, first) from first
+
+
+def unflatten_output(out_spec: Structure, tensors: list[Any]) -> Any:
+    """The user's output, of the type that the model returns, from the flat tensors."""
+    return out_spec.unflatten(iter(tensors))
+
+
+def holds(program: Program, tensors: list[Tensor]) -> bool:
+    """Whether inputs of these sizes fit the capture.
+
+    Fixed dims are equal, each symbol has one value, which is not 0 or 1 (those change what ops
+    mean), and the guards are true.
+    """
+    shapes = tuple(tuple(t.shape) for t in tensors)
+    known: dict[Any, bool] = program.extra.setdefault("holds", {})
+    if shapes not in known:
+        known[shapes] = _holds(program, shapes)
+    return known[shapes]
+
+
+def _holds(program: Program, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    placeholders = [node.name for node in program.placeholders("input")]
+    actual = dict(zip(placeholders, shapes, strict=True))
+    values = {symbol: actual[name][dim] for symbol, (name, dim) in program.symbols.items()}
+    if any(value < 2 for value in values.values()):
+        return False
+    for name, expected in program.extra["input_shapes"].items():
+        if len(expected) != len(actual[name]):
+            return False
+        for want, size in zip(expected, actual[name], strict=True):
+            if (want if isinstance(want, int) else want.subs(values)) != size:
+                return False
+    return all(guard.subs(values) == True for guard in program.guards)  # noqa: E712 (sympy)
+
+
+class _Flat(nn.Module):
+    """The model as a function of flat tensors, so that every structure is ours to keep."""
+
+    def __init__(
+        self, model: nn.Module, structure: Structure, sizes: list[tuple[int, ...]] | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.structure = structure
+        self.sizes = sizes
+        self.autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def forward(self, tensors: list[Tensor]) -> Any:
+        if self.sizes is not None:
+            unify_sizes(tensors, self.sizes)
+        args, kwargs = self.structure.unflatten(iter(tensors))
+        with ExitStack() as stack:
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            return self.model(*args, **kwargs)
+
+
+class _FlatOutput(_Flat):
+    """Flat outputs as well; `found` gets their structure."""
+
+    found: list[Structure]
+
+    def forward(self, tensors: list[Tensor]) -> Any:
+        leaves, structure, _ = flatten(super().forward(tensors), _is_traced)
+        if not all(map(is_tensor, leaves)):
+            raise ValueError("the output holds an input's size, which is a number")
+        self.found[:] = [structure]
+        return leaves
+
+
+def _trace(
+    model: nn.Module,
+    tensors: list[Tensor],
+    structure: Structure,
+    names: list[str],
+    dynamic: bool,
+    strict: bool,
+) -> Program:
+    sizes = [tuple(t.shape) for t in tensors]
+    wrapper = (_Flat if strict else _FlatOutput)(model, structure, sizes if dynamic else None)
+    found: list[Structure] = []
+    if isinstance(wrapper, _FlatOutput):
+        wrapper.found = found
+    wrapper.autocast = autocast_state(tensors)
+    with watch_forward(model) as watch, _plain_context(wrapper.autocast), _one_device(model) as to:
+        inputs = [to(t) for t in tensors]
+        exported = _export(wrapper, inputs, dynamic, strict)
+    program = program_from_export(exported, model, names, found[0] if found else None)
+    program.notes += _notes(watch)
+    return program
+
+
+def _export(
+    wrapper: nn.Module, inputs: list[Tensor], dynamic: bool, strict: bool
+) -> torch.export.ExportedProgram:
+    auto = torch.export.Dim.AUTO
+    dims = [dict.fromkeys(dims, auto) or None for dims in dynamic_dims(inputs)]
+    with _quiet():
+        return torch.export.export(
+            wrapper,
+            (inputs,),
+            dynamic_shapes={"tensors": dims} if dynamic else None,
+            strict=strict,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings, no log and no printed graph from export: its errors are told by ours."""
+    log = logging.getLogger("torch")
+    level = log.level
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        log.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+
+
+@contextmanager
+def _plain_context(autocast: tuple[tuple[str, torch.dtype], ...]) -> Iterator[None]:
+    """Gradients on, and autocast off: the wrapper turns it on where the graph can see it."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for kind, _ in autocast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def _one_device(model: nn.Module) -> Iterator[Any]:
+    """Move what is not on meta there for a while, if any parameter is; gives the move."""
+    state = [*model.parameters(), *model.buffers()]
+    if not any(t.is_meta for t in state):
+        yield lambda t: t
+        return
+    moved: dict[int, Tensor] = {}
+
+    def to_meta(t: Tensor) -> Tensor:
+        if id(t) not in moved:
+            new = t.detach().to("meta").requires_grad_(t.requires_grad)
+            moved[id(t)] = nn.Parameter(new, t.requires_grad) if _is_parameter(t) else new
+        return t if t.is_meta else moved[id(t)]
+
+    # watch_forward puts the registries back
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            registry.update({k: to_meta(t) for k, t in registry.items() if t is not None})
+    yield to_meta
+
+
+def _is_parameter(t: Tensor) -> bool:
+    return isinstance(t, nn.Parameter)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _notes(watch: Watch) -> list[str]:
+    notes = []
+    if watch.checkpointed:
+        notes.append(
+            "torch.utils.checkpoint inside the model has no effect: gradients are the same, "
+            "activations are kept; wrap the sharded blocks instead"
+        )
+    if watch.assigned:
+        notes.append(f"forward sets attributes that stay as they were: {', '.join(watch.assigned)}")
+    return notes
+
+
+def _first_line(error: Exception | None) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def _capture_error(model: nn.Module, error: Exception | None) -> CaptureError:
+    line = user_line(error) if error else ""
+    where = f"{line}: " if line else ""
+    return CaptureError(
+        f"cannot capture {type(model).__name__} into one graph.",
+        f"{where}{type(error).__name__}: {_first_line(error)}",
+        "replace Python control flow on tensor values by torch.where, masks or torch.cond, and "
+        "sizes that depend on values by fixed ones.",
+    )

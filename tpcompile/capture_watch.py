@@ -1,0 +1,135 @@
+"""Watch what a forward does while it is traced that the graph cannot show."""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from .errors import CaptureError
+from .torch_private import checkpoint_hook, set_checkpoint_hook
+
+SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+"""Files that are not the user's model: torch, this package, generated code."""
+
+
+@dataclass
+class Watch:
+    """What was seen."""
+
+    checkpointed: bool = False
+    assigned: list[str] = field(default_factory=list)
+    """Attributes that the forward set, as `layers.0.last_output`."""
+
+
+@contextmanager
+def watch_forward(model: nn.Module) -> Iterator[Watch]:
+    """Trace inside this: custom autograd functions raise, checkpoints and assignments are noted.
+
+    The model's attributes are afterwards what they were before.
+    """
+    watch = Watch()
+    before = [(name, module, _attributes(module)) for name, module in model.named_modules()]
+    hook, apply = checkpoint_hook(), torch.autograd.Function.__dict__["apply"]
+
+    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        watch.checkpointed = True
+        return hook(function, *args, **kwargs)
+
+    def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            watch.checkpointed = True
+            return args[0](*args[2:])
+        if cls.__module__.startswith("torch."):
+            return apply.__get__(None, cls)(*args, **kwargs)
+        raise _function_error(cls)
+
+    set_checkpoint_hook(checkpoint)
+    torch.autograd.Function.apply = classmethod(guarded_apply)
+    try:
+        yield watch
+    finally:
+        torch.autograd.Function.apply = apply
+        set_checkpoint_hook(hook)
+        for name, module, attributes in before:
+            watch.assigned += _restore(name, module, attributes)
+
+
+def user_line(error: BaseException) -> str:
+    """"file.py:12 in forward: the code" of the innermost frame of the user's model, or ""."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        seen.append(current)
+        current = current.__cause__ or current.__context__
+    for each in reversed(seen):
+        if line := _line_of(each.__traceback__):
+            return line
+    return ""
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file may be the user's model (or a model library), not torch or tpcompile."""
+    return not filename.startswith(SKIPPED)
+
+
+def _line_of(tb: TracebackType | None) -> str:
+    frames = [f for f in traceback.extract_tb(tb) if is_user_file(f.filename)]
+    inside = [i for i, f in enumerate(frames) if f.name not in ("<module>",)]
+    return _text(frames[inside[-1]]) if inside else ""
+
+
+def _text(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
+
+
+def _function_error(cls: type) -> CaptureError:
+    frames = [
+        f for f in traceback.extract_stack(sys._getframe(2)) if is_user_file(f.filename)
+    ]
+    return CaptureError(
+        f"cannot capture the custom autograd function {cls.__name__}.",
+        f"{_text(frames[-1])}: capture keeps its forward and would lose its backward.",
+        f"write {cls.__name__} with plain torch ops, or as a torch.library.custom_op with "
+        "register_autograd.",
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The module's attributes, with copies of its own three registries."""
+    registries = ("_parameters", "_buffers", "_modules")
+    return {k: dict(v) if k in registries else v for k, v in vars(module).items()}
+
+
+def _restore(name: str, module: nn.Module, attributes: dict[str, Any]) -> list[str]:
+    """Put attributes back; the dotted names of those that had changed."""
+    changed = []
+    now = vars(module)
+    for key in [key for key in now if key not in attributes]:
+        changed.append(key)
+        del now[key]
+    for key, value in attributes.items():
+        if key in ("_parameters", "_buffers", "_modules"):
+            registry = now[key]
+            if list(registry) != list(value) or any(registry[k] is not value[k] for k in value):
+                changed += [k for k in value if registry.get(k) is not value[k]]
+                registry.clear()
+                registry.update(value)
+        elif key not in now or now[key] is not value:
+            if _is_changed(now.get(key), value):
+                changed.append(key)
+            now[key] = value
+    return [f"{name}.{key}" if name else key for key in changed]
+
+
+def _is_changed(new: Any, old: Any) -> bool:
+    """Whether a forward assigned it: export itself rebuilds containers that are equal."""
+    plain = (str, int, float, bool, type(None))
+    return isinstance(new, Tensor) or (isinstance(new, plain) and new != old)

@@ -1,0 +1,351 @@
+"""Proves a rule by execution: split, run on the pieces, rejoin, compare with the op on the whole."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpcompile.errors import TpcompileError
+from tpcompile.layout import Segments, join, share, start, take
+from tpcompile.local_group import LocalGroup
+from tpcompile.rule import DimSpec, Rule, Spec, rule_for
+
+UNDEFINED = ("aten.empty", "aten.empty_like", "aten.new_empty")
+"""Ops whose values mean nothing; only shapes are compared."""
+
+
+class RuleError(TpcompileError):
+    """A rule says of its op what execution shows to be wrong."""
+
+
+def check_rule(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> int:
+    """Prove the rule of one call; the number of (factors, degree) splits that were run.
+
+    Every factor that may be split is split 2 and 3 ways; outputs and gradients of the pieces,
+    rejoined as the rule says, must be those of the op on the whole, in float64. The op must be
+    linear in each group of operands that the rule lists.
+
+    Raises:
+        RuleError: they are not; the message names op and factor.
+    """
+    call = _Call(op, list(args), dict(kwargs or {}))
+    rule = rule_for(op, call.args, call.kwargs)
+    if rule is None:
+        return 0
+    call = _trained(call.with_tensors([_as_double(x) for x in call.tensors()]))
+    whole = call.run()
+    sizes = _sizes(call, rule, whole.outs)
+    tried = set()
+    for factor in sorted(rule.factors() - rule.whole):
+        factors = split_together(rule, factor)
+        if not factors:
+            continue
+        for degree in (2, 3):
+            if all(sizes[name] >= degree for name in factors):
+                tried.add((factors, degree))
+    for factors, degree in sorted(tried, key=lambda t: (sorted(t[0]), t[1])):
+        try:
+            _check_split(call, rule, whole, sizes, factors, degree)
+        except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+            raise _wrong(
+                call, rule, f"factor {_text(factors)} {degree} ways", str(error)
+            ) from error
+    for group in rule.linear:
+        _check_linear(call, rule, group)
+    return len(tried)
+
+
+def split_together(rule: Rule, factor: str) -> frozenset[str]:
+    """The factor and those that any sum of terms forces to be split with it; empty if none can."""
+    found = {factor}
+    dims = {dim for spec in (*rule.ins, *rule.outs) for dim in spec if len(dim) > 1}
+    grown = True
+    while grown:
+        grown = False
+        for dim in dims:
+            if not found.intersection(name for term in dim for name in term):
+                continue
+            for term in dim:
+                if found.intersection(term):
+                    continue
+                free = [name for name in term if name not in rule.whole]
+                if not free:
+                    return frozenset()
+                found.add(free[0])
+                grown = True
+    return frozenset() if found & rule.whole else frozenset(found)
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """One rank's view of a split; what a local rewrite asks (`rule.Split`)."""
+
+    axis: tuple[str, int, int]
+    sizes: Mapping[str, int]
+    factors: frozenset[str]
+
+    def is_split(self, factor: str) -> bool:
+        """Whether the factor is split."""
+        return factor in self.factors
+
+    def local_size(self, factor: str) -> int:
+        """Size of the factor on this rank."""
+        size = self.sizes[factor]
+        return share(size, self.axis[1], self.axis[2]) if self.is_split(factor) else size
+
+    def global_size(self, factor: str) -> int:
+        """Size of the factor on all ranks together."""
+        return self.sizes[factor]
+
+    def offset(self, factor: str) -> int:
+        """First global index of this rank's part."""
+        return start(self.sizes[factor], self.axis[1], self.axis[2])
+
+    def length(self, spec: DimSpec) -> int:
+        """Local length of a dim."""
+        return sum(prod(map(self.local_size, term)) for term in spec)
+
+    def layout(self, spec: Spec) -> tuple[int, Segments] | None:
+        """(dim, segments) of the split dim of a tensor, or None."""
+        for i, dim in enumerate(spec):
+            if any(self.is_split(name) for term in dim for name in term):
+                return i, tuple(map(self._segment, dim))
+        return None
+
+    def _segment(self, term: tuple[str, ...]) -> tuple[int, int, int]:
+        at = next(i for i, name in enumerate(term) if self.is_split(name))
+        before, after = (prod(self.sizes[n] for n in part) for part in (term[:at], term[at + 1 :]))
+        return before, self.sizes[term[at]], after
+
+
+@dataclass(frozen=True)
+class _Result:
+    outs: list[Tensor]
+    grads: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An op, or its local rewrite, with its arguments."""
+
+    op: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    trained: frozenset[int] = frozenset()
+    """Operands whose gradients are compared."""
+
+    def tensors(self) -> list[Tensor]:
+        """Tensor operands in argument order, lists flattened."""
+        return _tensors((*self.args, *self.kwargs.values()))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "_Call":
+        """The same call on other tensors."""
+        it = iter(tensors)
+        args = [_replace(arg, it) for arg in self.args]
+        kwargs = {name: _replace(arg, it) for name, arg in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs)
+
+    def localized(self, rule: Rule, split: RankSplit) -> "_Call":
+        """The call to make on one rank."""
+        if rule.local is None:
+            return self
+        op, args, kwargs = rule.local(split, *self.args, **self.kwargs)
+        return _Call(op, list(args), dict(kwargs))
+
+    def run(
+        self,
+        weights: Callable[[int, Tensor], Tensor] | None = None,
+        localize: Callable[["_Call"], "_Call"] | None = None,
+    ) -> _Result:
+        """Outputs, and gradients of `sum(output * weight)` in every floating operand."""
+        leaves = [
+            t.detach().requires_grad_(i in self.trained) for i, t in enumerate(self.tensors())
+        ]
+        # In-place ops may not write to a leaf.
+        call = self.with_tensors([leaf.clone() for leaf in leaves])
+        call = localize(call) if localize else call
+        torch.manual_seed(0)
+        outs = _tensors([call.op(*call.args, **call.kwargs)])
+        live = [(i, out) for i, out in enumerate(outs) if out.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        grads: dict[int, Tensor | None] = {}
+        if live and wanted:
+            found = torch.autograd.grad(
+                [out for _, out in live],
+                wanted,
+                [(weights or _weight)(i, out) for i, out in live],
+                allow_unused=True,
+            )
+            grads = {id(leaf): grad for leaf, grad in zip(wanted, found, strict=True)}
+        return _Result([out.detach() for out in outs], [grads.get(id(leaf)) for leaf in leaves])
+
+
+def _trained(call: _Call) -> _Call:
+    """The call with all operands trained that the op can differentiate with respect to."""
+    floating = [i for i, x in enumerate(call.tensors()) if x.is_floating_point() or x.is_complex()]
+
+    def works(trained: Iterable[int]) -> bool:
+        try:
+            replace(call, trained=frozenset(trained)).run()
+        except RuntimeError as error:
+            if "differentiable" in str(error) or "derivative" in str(error):
+                return False
+            raise
+        return True
+
+    trained = floating if works(floating) else [i for i in floating if works([i])]
+    return replace(call, trained=frozenset(trained))
+
+
+def _check_split(
+    call: _Call,
+    rule: Rule,
+    whole: _Result,
+    sizes: Mapping[str, int],
+    factors: frozenset[str],
+    degree: int,
+) -> None:
+    def on_rank(axis: tuple[str, int, int]) -> _Result:
+        split = RankSplit(axis, sizes, factors)
+        pieces = [_piece(x, split, spec) for x, spec in zip(call.tensors(), rule.ins, strict=True)]
+
+        def weights(i: int, out: Tensor) -> Tensor:
+            return _piece(_weight(i, whole.outs[i]), split, rule.outs[i])
+
+        return call.with_tensors(pieces).run(weights, lambda c: c.localized(rule, split))
+
+    if factors & rule.inner:
+        ranks = LocalGroup(degree).run(on_rank)
+    else:
+        ranks = [on_rank(("", degree, rank)) for rank in range(degree)]
+    split = RankSplit(("", degree, 0), sizes, factors)
+    what = f"factor {_text(factors)} {degree} ways"
+    from_operands = any(split.layout(spec) for spec in rule.ins)
+    is_sum = from_operands and not factors & rule.inner
+    for i, spec in enumerate(rule.outs):
+        found = _rejoin([r.outs[i] for r in ranks], split, spec, is_sum)
+        if str(call.op).removesuffix(".default").removesuffix(".memory_format") in UNDEFINED:
+            found = found.new_zeros(found.shape).copy_(whole.outs[i])
+        _compare(call, rule, f"{what}: output {i}", found, whole.outs[i])
+    for i, spec in enumerate(rule.ins):
+        grads = [r.grads[i] for r in ranks]
+        expected = whole.grads[i]
+        if expected is None and all(g is None for g in grads):
+            continue
+        zero = torch.zeros_like(call.tensors()[i])
+        filled = [
+            _piece(zero, RankSplit(("", degree, r), sizes, factors), spec) if g is None else g
+            for r, g in enumerate(grads)
+        ]
+        found = _rejoin(filled, split, spec, is_sum=True)
+        expected = zero if expected is None else expected
+        _compare(call, rule, f"{what}: gradient of operand {i}", found, expected)
+
+
+def _piece(x: Tensor, split: RankSplit, spec: Spec) -> Tensor:
+    """One rank's part of a tensor."""
+    layout = split.layout(spec)
+    return x if layout is None else take(x, *layout, *split.axis[1:])
+
+
+def _rejoin(parts: list[Tensor], split: RankSplit, spec: Spec, is_sum: bool) -> Tensor:
+    layout = split.layout(spec)
+    if layout is not None:
+        return join(parts, *layout)
+    return torch.stack(parts).sum(0).to(parts[0].dtype) if is_sum else parts[-1]
+
+
+def _check_linear(call: _Call, rule: Rule, group: tuple[int, ...]) -> None:
+    """f(a + b) == f(a) + f(b), where a and b stand for all operands of the group."""
+    generator = torch.Generator().manual_seed(1)
+    base = call.tensors()
+
+    def drawn(x: Tensor) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return torch.randint(-9, 9, x.shape, generator=generator).to(x.dtype)
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    def outs(group_values: Mapping[int, Tensor]) -> list[Tensor]:
+        return call.with_tensors([group_values.get(i, x) for i, x in enumerate(base)]).run().outs
+
+    a, b = ({i: drawn(base[i]) for i in group} for _ in range(2))
+    both = outs({i: a[i] + b[i] for i in group})
+    for i, (x, y, z) in enumerate(zip(outs(a), outs(b), both, strict=True)):
+        _compare(call, rule, f"linear in operands {group}: output {i}", x + y, z)
+
+
+def _sizes(call: _Call, rule: Rule, outs: Sequence[Tensor]) -> dict[str, int]:
+    """Sizes of all factors; checks that the rule has the rank of every tensor and its sizes."""
+    tensors = [*call.tensors(), *outs]
+    specs = (*rule.ins, *rule.outs)
+    if len(rule.ins) != len(call.tensors()) or len(rule.outs) != len(outs):
+        found = f"{len(call.tensors())} operands and {len(outs)} outputs"
+        raise _wrong(call, rule, "number of tensors", found)
+    if any(len(spec) != t.ndim for spec, t in zip(specs, tensors, strict=True)):
+        raise _wrong(call, rule, "ranks", str([t.ndim for t in tensors]))
+    dims = [
+        (dim, size)
+        for spec, t in zip(specs, tensors, strict=True)
+        for dim, size in zip(spec, t.shape, strict=True)
+    ]
+    sizes = dict(rule.sizes)
+    sizes |= {dim[0][0]: size for dim, size in dims if len(dim) == 1 and len(dim[0]) == 1}
+    for dim, size in dims:
+        if sum(prod(sizes[name] for name in term) for term in dim) != size:
+            raise _wrong(call, rule, f"dim {dim}", f"its size is {size}, of factors {sizes}")
+    return sizes
+
+
+def _compare(call: _Call, rule: Rule, what: str, found: Tensor, expected: Tensor) -> None:
+    exact = expected.dtype in (torch.float64, torch.complex128)
+    tolerance = 1e-9 if exact else 1e-5
+    try:
+        torch.testing.assert_close(
+            found, expected, rtol=tolerance, atol=tolerance, equal_nan=True, check_stride=False
+        )
+    except AssertionError as error:
+        raise _wrong(call, rule, what, str(error)) from None
+
+
+def _wrong(call: _Call, rule: Rule, what: str, found: str) -> RuleError:
+    shapes = ", ".join(str(list(t.shape)) for t in call.tensors())
+    return RuleError(
+        f"the rule of {call.op} on {shapes} is wrong: {what}.",
+        f"rule {rule}; {' '.join(found.split())}",
+        "make the factor whole, or correct the equation, `linear` or `local`.",
+    )
+
+
+def _text(factors: frozenset[str]) -> str:
+    return " and ".join(sorted(factors))
+
+
+def _weight(i: int, out: Tensor) -> Tensor:
+    """Fixed random numbers of the shape of output i."""
+    generator = torch.Generator().manual_seed(i + 2)
+    return torch.randn(out.shape, generator=generator, dtype=out.dtype)
+
+
+def _as_double(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _replace(arg: Any, tensors: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return next(tensors)
+    return [_replace(a, tensors) for a in arg] if isinstance(arg, (list, tuple)) else arg

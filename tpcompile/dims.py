@@ -1,0 +1,305 @@
+"""Named dims: union-find over tensor dims that are products or sums of smaller dims.
+
+Sizes are plain ints; a symbolic size is coded as a product of large primes (see `Sizes`), so that
+divisibility of the codes is divisibility of the expressions.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from tpcompile.layout import Segments
+
+
+class Dim:
+    """One class of unified tensor dims: a leaf, a product of dims, or a sum of dims."""
+
+    __slots__ = ("factors", "name", "parent", "size", "terms")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.parent: Dim | None = None
+        self.factors: list[Dim] | None = None
+        """Product, major first."""
+        self.terms: list[Dim] | None = None
+        """Sum, in order."""
+        self.name = ""
+
+    def root(self) -> "Dim":
+        """The representative of this dim's class."""
+        node = self
+        while node.parent is not None:
+            if node.parent.parent is not None:
+                node.parent = node.parent.parent
+            node = node.parent
+        return node
+
+    def is_leaf(self) -> bool:
+        """Whether the dim is not known to be a product or a sum. Only asked of roots."""
+        return self.factors is None and self.terms is None
+
+    def __repr__(self) -> str:
+        return text_of(self)
+
+
+MaybeDim = Dim | None
+"""None stands for a dim of size 1."""
+
+
+def merge(a: Dim, b: Dim) -> bool:
+    """Make two dims of one size the same dim; False (and unmerged) where their parts disagree."""
+    a, b = a.root(), b.root()
+    if a is b:
+        return True
+    if a.size != b.size:
+        return False
+    if not a.is_leaf() and not b.is_leaf():
+        if a.factors is not None and b.factors is not None:
+            if not align(a.factors, b.factors):
+                return False
+        elif a.terms is not None and b.terms is not None:
+            if not refine(a.terms, b.terms):
+                return False
+        else:
+            return False
+        a, b = a.root(), b.root()
+        if a is b:
+            return True
+    if a.is_leaf() and not b.is_leaf():
+        a, b = b, a
+    b.parent = a
+    a.name = a.name or b.name
+    return True
+
+
+def align(xs: Sequence[Dim], ys: Sequence[Dim]) -> bool:
+    """Unify two products of equal size from the minor side, splitting dims where sizes nest."""
+    left, right = list(xs), list(ys)
+    while left and right:
+        x, y = left[-1].root(), right[-1].root()
+        if x is y or (x.size == y.size and merge(x, y)):
+            left.pop()
+            right.pop()
+        elif x.size < y.size:
+            if not _peel(right, y, x, left, product=True):
+                return False
+        elif x.size > y.size:
+            if not _peel(left, x, y, right, product=True):
+                return False
+        else:
+            return False
+    return not left and not right
+
+
+def refine(xs: Sequence[Dim], ys: Sequence[Dim]) -> bool:
+    """Unify two sums of equal size from the first term on, splitting terms at each other's cuts."""
+    left, right = list(reversed(xs)), list(reversed(ys))
+    while left and right:
+        x, y = left[-1].root(), right[-1].root()
+        if x is y or (x.size == y.size and merge(x, y)):
+            left.pop()
+            right.pop()
+        elif x.size < y.size:
+            if not _peel(right, y, x, left, product=False):
+                return False
+        elif x.size > y.size:
+            if not _peel(left, x, y, right, product=False):
+                return False
+        else:
+            return False
+    return not left and not right
+
+
+def _peel(stack: list[Dim], big: Dim, small: Dim, other: list[Dim], *, product: bool) -> bool:
+    """Open `big` (on top of `stack`) so that its last factor, or first term, can meet `small`."""
+    parts = big.factors if product else big.terms
+    if parts is not None:
+        stack.pop()
+        stack.extend(parts if product else reversed(parts))
+        return True
+    if not big.is_leaf() or (product and big.size % small.size):
+        inner = small.factors if product else small.terms
+        if inner is None:
+            return False
+        other.pop()
+        other.extend(inner if product else reversed(inner))
+        return True
+    if product:
+        big.factors = [Dim(big.size // small.size), small]
+    else:
+        big.terms = [small, Dim(big.size - small.size)]
+    return True
+
+
+def decompose(dim: Dim, parts: Sequence[Dim], *, product: bool) -> bool:
+    """State that `dim` is the product (or sum) of `parts`; False where that cannot be."""
+    dim = dim.root()
+    if len(parts) == 1:
+        return merge(dim, parts[0])
+    if dim.is_leaf():
+        if product:
+            dim.factors = list(parts)
+        else:
+            dim.terms = list(parts)
+        return True
+    known = dim.factors if product else dim.terms
+    if known is None:
+        return False
+    return align(known, parts) if product else refine(known, parts)
+
+
+def composite(parts: Sequence[Dim], *, product: bool) -> MaybeDim:
+    """The dim that is the product (or sum) of parts; None for an empty product."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    total = prod(p.size for p in parts) if product else sum(p.size for p in parts)
+    dim = Dim(total)
+    decompose(dim, parts, product=product)
+    return dim
+
+
+class Atoms:
+    """Which leaves can split a dim, and how; memoised once naming is complete."""
+
+    def __init__(self) -> None:
+        self._atoms: dict[Dim, frozenset[Dim]] = {}
+        self._leaves: dict[Dim, frozenset[Dim]] = {}
+
+    def splitting(self, dim: MaybeDim) -> frozenset[Dim]:
+        """Leaves by which every part of the dim can be dealt out."""
+        if dim is None:
+            return frozenset()
+        root = dim.root()
+        if root not in self._atoms:
+            self._atoms[root] = self._splitting(root)
+        return self._atoms[root]
+
+    def _splitting(self, root: Dim) -> frozenset[Dim]:
+        if root.factors is not None:
+            seen: set[Dim] = set()
+            twice: set[Dim] = set()
+            for factor in root.factors:
+                inside = self.leaves(factor)
+                twice |= seen & inside
+                seen |= inside
+            ways = frozenset[Dim]().union(*(self.splitting(f) for f in root.factors))
+            return ways - twice
+        if root.terms is not None:
+            return frozenset.intersection(*(self.splitting(term) for term in root.terms))
+        return frozenset((root,))
+
+    def leaves(self, dim: MaybeDim) -> frozenset[Dim]:
+        """All leaves anywhere in the dim."""
+        if dim is None:
+            return frozenset()
+        root = dim.root()
+        if root not in self._leaves:
+            parts = root.factors or root.terms
+            self._leaves[root] = (
+                frozenset[Dim]().union(*(self.leaves(p) for p in parts))
+                if parts
+                else frozenset((root,))
+            )
+        return self._leaves[root]
+
+
+def segments_of(dim: Dim, atom: Dim) -> Segments:
+    """How `dim` is dealt out when `atom` is; sizes are codes.
+
+    >>> h, d = Dim(4), Dim(16)
+    >>> segments_of(composite([h, d], product=True), h)
+    ((1, 4, 16),)
+    """
+    root = dim.root()
+    if root is atom:
+        return ((1, root.size, 1),)
+    if root.terms is not None:
+        return tuple(s for term in root.terms for s in segments_of(term, atom))
+    factors = [f.root() for f in root.factors or ()]
+    place = next(i for i, f in enumerate(factors) if contains(f, atom))
+    outer = prod(f.size for f in factors[:place])
+    inner = prod(f.size for f in factors[place + 1 :])
+    parts = segments_of(factors[place], atom)
+    if len(parts) == 1:
+        (o, u, i) = parts[0]
+        return ((outer * o, u, i * inner),)
+    return tuple((o, u, i * inner) for o, u, i in parts) * outer
+
+
+def contains(dim: Dim, atom: Dim) -> bool:
+    """Whether `atom` is a leaf of `dim`."""
+    root = dim.root()
+    parts = root.factors or root.terms
+    return root is atom if parts is None else any(contains(p, atom) for p in parts)
+
+
+def text_of(dim: MaybeDim) -> str:
+    """Readable form: `heads*head_dim`, `q + k + v`, `1`."""
+    if dim is None:
+        return "1"
+    root = dim.root()
+    if root.factors is not None:
+        inner = [text_of(f) for f in root.factors]
+        return "*".join(f"({t})" if "+" in t else t for t in inner)
+    if root.terms is not None:
+        return "+".join(text_of(t) for t in root.terms)
+    return root.name or str(root.size)
+
+
+_FIRST_PRIME = 1_000_003
+
+
+class Sizes:
+    """Codes symbolic sizes as ints and back: each symbol is a prime of seven digits.
+
+    An identity of size expressions that holds at such primes holds for all practical purposes
+    (Schwartz-Zippel); so naming works on ints only.
+    """
+
+    def __init__(self, hints: Mapping[Any, int]) -> None:
+        self.hints = dict(hints)
+        """Symbol -> its example value."""
+        self._prime: dict[Any, int] = {}
+        prime = _FIRST_PRIME
+        for symbol in hints:
+            self._prime[symbol] = prime
+            prime = _next_prime(prime + 2)
+        self._expr: dict[int, Any] = {p: s for s, p in self._prime.items()}
+        self._code: dict[Any, int] = {}
+
+    def code(self, size: Any) -> int:
+        """The int that stands for a size (an int or a SymInt)."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        if expr not in self._code:
+            value = self._code[expr] = int(expr.subs(self._prime))
+            if expr.free_symbols:
+                self._expr.setdefault(value, expr)
+        return self._code[expr]
+
+    def hint(self, code: int) -> int:
+        """The example value of a coded size."""
+        expr = self.expr(code)
+        return expr if isinstance(expr, int) else int(expr.subs(self.hints))
+
+    def expr(self, code: int) -> Any:
+        """The int or sympy expression a code stands for."""
+        if code < _FIRST_PRIME - 64 or not self._prime:
+            return code
+        if code in self._expr:
+            return self._expr[code]
+        left, found = code, 1
+        for symbol, prime in self._prime.items():
+            while left % prime == 0:
+                left //= prime
+                found = found * symbol
+        if left in self._expr:
+            return self._expr[left] * found
+        return left * found
+
+
+def _next_prime(n: int) -> int:
+    while any(n % d == 0 for d in range(3, int(n**0.5) + 1, 2)):
+        n += 2
+    return n

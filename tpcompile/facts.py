@@ -1,0 +1,76 @@
+"""What can be said of every value before anything is decided."""
+
+import operator
+
+from torch import fx
+
+from tpcompile.dims import Atoms, Dim
+from tpcompile.program import Program, operands, values
+from tpcompile.strategies import Facts
+
+_NO_GRADIENT = (
+    "aten.detach", "aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like",
+    "aten.empty_like", "aten.rand_like", "aten.randn_like", "aten.sign", "aten.argmax",
+)
+
+
+def facts_of(program: Program) -> Facts:
+    """Which values are trained, depend on parameters, or on parameters alone."""
+    facts = Facts(set(), set(), set())
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            leaf = program.leaves[node.name]
+            if node.meta["val"].requires_grad or node.meta.get("trained"):
+                facts.trained.add(node)
+            if leaf.kind == "parameter":
+                facts.from_parameters.add(node)
+                facts.only_parameters.add(node)
+        elif node.op == "call_function":
+            _derive(node, facts, program)
+    return facts
+
+
+def _derive(node: fx.Node, facts: Facts, program: Program) -> None:
+    inputs = [node.args[0]] if node.target is operator.getitem else operands(node)
+    sources = [n for n in inputs if isinstance(n, fx.Node)]
+    if any(n in facts.from_parameters for n in sources):
+        facts.from_parameters.add(node)
+        if all(n in facts.only_parameters or _is_constant(n, program) for n in sources):
+            facts.only_parameters.add(node)
+    floating = any(v.is_floating_point() or v.is_complex() for v in values(node))
+    if (
+        floating
+        and any(n in facts.trained for n in sources)
+        and not str(node.target).startswith(_NO_GRADIENT)
+    ) or (node.target is operator.getitem and sources[0] in facts.trained):
+        facts.trained.add(node)
+
+
+def _is_constant(node: fx.Node, program: Program) -> bool:
+    leaf = program.leaves.get(node.name)
+    return leaf is not None and leaf.kind in ("buffer", "constant")
+
+
+def batch_dims(program: Program, atoms: Atoms) -> set[Dim]:
+    """Leaves of dim 0 of every input."""
+    found: set[Dim] = set()
+    for node in program.placeholders("input"):
+        dims = node.meta["dims"][0]
+        if dims:
+            found |= atoms.leaves(dims[0])
+    return found
+
+
+def weight_dims(program: Program, atoms: Atoms, facts: Facts) -> set[Dim]:
+    """Leaves that occur in a weight matrix some op contracts, or in a vector beside one."""
+    found: set[Dim] = set()
+    for node in program.calls():
+        rule = node.meta.get("rule")
+        if rule is None or not rule.contracted():
+            continue
+        for source in operands(node):
+            dims = source.meta["dims"][0]
+            if source in facts.only_parameters and len(dims) >= 2:
+                for dim in dims:
+                    found |= atoms.leaves(dim)
+    return found

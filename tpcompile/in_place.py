@@ -1,0 +1,114 @@
+"""In-place ops: what they write, and the op that returns the same as a new value."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .errors import CaptureError
+from .rewrites import Rewriter
+from .torch_private import OpOverload
+
+aten = torch.ops.aten
+
+FUNCTIONAL: dict[Any, Any] = {
+    aten.__iand__.Tensor: aten.bitwise_and.Tensor,
+    aten.__iand__.Scalar: aten.bitwise_and.Scalar,
+    aten.__ior__.Tensor: aten.bitwise_or.Tensor,
+    aten.__ior__.Scalar: aten.bitwise_or.Scalar,
+    aten.__ixor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__ixor__.Scalar: aten.bitwise_xor.Scalar,
+    aten.normal_.default: aten.normal_functional.default,
+}
+"""In-place ops whose functional op is not named like them."""
+
+
+def written_operand(node: fx.Node) -> fx.Node | None:
+    """The operand a call writes to, if any.
+
+    Raises:
+        CaptureError: It writes to something else than its first operand.
+    """
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    if not node.target._schema.is_mutable:
+        return None
+    writes = [
+        i
+        for i, argument in enumerate(node.target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if writes != [0] or not isinstance(node.args[0], fx.Node):
+        raise _write_error(node)
+    return node.args[0]
+
+
+def functional_value(r: Rewriter, node: fx.Node) -> fx.Node:
+    """The new value of what the in-place call `node` writes, of the same dtype and shape."""
+    x = node.args[0]
+    old: Tensor = x.meta["val"]
+    if node.target is aten.copy_.default:
+        return _fitted(r, node.args[1], x)
+    if node.target is aten.zero_.default:
+        return r(aten.zeros_like.default, x)
+    if node.target is aten.fill_.Scalar:
+        return r(aten.full_like.default, x, node.args[1])
+    if node.target is aten.fill_.Tensor:
+        return _fitted(r, node.args[1], x)
+    target = FUNCTIONAL.get(node.target) or _functional_op(node)
+    new = r(target, *node.args, **node.kwargs)
+    return r(aten.to.dtype, new, old.dtype) if new.meta["val"].dtype != old.dtype else new
+
+
+def _functional_op(node: fx.Node) -> Any:
+    """`add_.Tensor` -> `add.Tensor`."""
+    namespace, _, name = node.target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    target = getattr(packet, node.target._overloadname, None)
+    if not name.endswith("_") or target is None or target._schema.is_mutable:
+        raise _write_error(node)
+    if target._schema.returns[0].alias_info is not None:
+        # transpose_, squeeze_, detach_: these change the tensor object, not its values
+        raise _write_error(node)
+    return target
+
+
+def _fitted(r: Rewriter, source: fx.Node, x: fx.Node) -> fx.Node:
+    """`source` with the dtype, device and shape of `x`."""
+    old, new = x.meta["val"], source.meta["val"]
+    if new.device != old.device:
+        source = r(aten.to.device, source, old.device, old.dtype)
+    elif new.dtype != old.dtype:
+        source = r(aten.to.dtype, source, old.dtype)
+    return r(aten.expand.default, source, r.sizes(x))
+
+
+def new_running_stats(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(buffer, new value) of a batch norm in training, which then no longer writes them.
+
+    torch.nn.BatchNorm: new = (1 - momentum) * old + momentum * batch's, with the unbiased variance.
+    """
+    x, weight, bias, mean, var, training, momentum, *rest = node.args
+    if not training or mean is None:
+        return []
+    node.args = (x, weight, bias, None, None, training, momentum, *rest)
+    old: Tensor = x.meta["val"]
+    x = r(aten.detach.default, x)
+    if mean.meta["val"].dtype != old.dtype:
+        x = r(aten.to.dtype, x, mean.meta["val"].dtype)
+    dims = [dim for dim in range(old.ndim) if dim != 1]
+    batch_mean = r(aten.mean.dim, x, dims)
+    batch_var = r(aten.var.correction, x, dims, correction=1)
+    return [
+        (buffer, r(aten.add.Tensor, kept, r(aten.mul.Tensor, batch, momentum)))
+        for buffer, batch in ((mean, batch_mean), (var, batch_var))
+        for kept in (r(aten.mul.Tensor, buffer, 1 - momentum),)
+    ]
+
+
+def _write_error(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"cannot capture the in-place op {node.target}.",
+        f"{node.meta.get('where') or node.name} calls it.",
+        "use the op that returns a new tensor.",
+    )

@@ -1,0 +1,145 @@
+"""Turn the parameters of a model into DTensors, in the user's own module tree."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpcompile.errors import ShardingError
+from tpcompile.storage import ParamLayout
+from tpcompile.stored import distribute, install_hooks
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the module tree that holds a parameter."""
+
+    module: nn.Module
+    attr: str
+    name: str
+    """Dotted name from the root."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How a sharded model's parameters are stored."""
+
+    layouts: dict[str, ParamLayout]
+    """Of every name of every parameter (tied ones have several)."""
+    mesh: DeviceMesh
+    """The 1-D mesh of the tensor parallel axis."""
+
+
+Replaced = Callable[[nn.Parameter, nn.Parameter, Callable[[Tensor], DTensor]], None]
+"""`replaced(old, new, place)`: `place` makes a DTensor of any tensor of the old one's shape."""
+
+_SHARDED: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+
+
+def sharded_for(model: nn.Module) -> Sharded | None:
+    """The storage of a model's parameters; None where `shard_parameters` has not seen it."""
+    return _SHARDED.get(model)
+
+
+def slots(model: nn.Module) -> Iterator[list[Slot]]:
+    """The places of every parameter, in the order of `named_parameters`; tied ones together."""
+    found: dict[int, list[Slot]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attr, parameter in _own(module).items():
+            name = f"{path}.{attr}" if path else attr
+            found.setdefault(id(parameter), []).append(Slot(module, attr, name))
+    yield from found.values()
+
+
+def shard_parameters(
+    model: nn.Module,
+    layouts: Mapping[str, ParamLayout],
+    mesh: DeviceMesh,
+    replaced: Replaced | None = None,
+) -> None:
+    """Replace every parameter of `model` by a DTensor parameter that holds this rank's part.
+
+    One after another: beside the shards, only one full parameter's part is held twice.  Tied
+    parameters stay one object.  Python attributes, `requires_grad` and gradients are kept, meta
+    parameters stay meta.  Parameters without a layout are replicated.  Buffers stay plain and
+    whole; like parameters they end on the mesh's device.
+
+    Args:
+        model: Changed in place.
+        layouts: By any name of the parameter.
+        mesh: 1-D mesh of the tensor parallel axis.
+        replaced: Told of each pair while both are alive (see `optimizer.remap_parameter`).
+
+    Raises:
+        ShardingError: a parameter is a DTensor already; nothing is changed.
+    """
+    _check_plain(model)
+    by_name: dict[str, ParamLayout] = {}
+    for places in list(slots(model)):
+        old = places[0].module._parameters[places[0].attr]
+        assert old is not None
+        given = [layouts[slot.name] for slot in places if slot.name in layouts]
+        layout = given[0] if given else ParamLayout.replicated(old.shape, mesh.size())
+        assert layout.shape == tuple(old.shape), f"{places[0].name}: {layout} for {old.shape}"
+        new = renew(old, distribute(old, layout, mesh), places)
+        if old.grad is not None:
+            new.grad = distribute(old.grad, layout, mesh)
+        if replaced is not None:
+            replaced(old, new, lambda full, layout=layout: distribute(full, layout, mesh))
+        by_name.update({slot.name: layout for slot in places})
+    _move_buffers(model, mesh.device_type)
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        install_hooks(module, {attr: by_name[prefix + attr] for attr in _own(module)}, mesh)
+    _SHARDED[model] = Sharded(by_name, mesh)
+
+
+def local_parameter(parameter: Tensor, layout: ParamLayout, rank: int) -> Tensor:
+    """This rank's part without padding. Differentiable; the padding's gradient is zero.
+
+    The gradient of a replicated parameter must arrive summed over the ranks: the graph does that.
+    """
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local()
+    if layout.dim is None or not layout.is_padded(rank):
+        return local
+    return local.narrow(layout.dim, 0, layout.real_length(rank))
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ShardingError(
+                f"cannot shard {name}: it is a DTensor already.",
+                f"its placements are {list(parameter.placements)} on {parameter.device_mesh}.",
+                "shard the plain model first, and apply fully_shard or others to the result.",
+            )
+
+
+def renew(old: nn.Parameter, value: Tensor, places: list[Slot]) -> nn.Parameter:
+    """Put a new parameter with this value, and `old`'s attributes, at all places of `old`."""
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+    for slot in places:
+        # Not into `_parameters`: recurrent modules keep a second list that __setattr__ updates.
+        setattr(slot.module, slot.attr, new)
+    return new
+
+
+def _move_buffers(model: nn.Module, device_type: str) -> None:
+    moved: dict[int, Tensor] = {}
+    device = torch.empty(0, device=device_type).device
+    for module in model.modules():
+        for attr, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device.type != device_type:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device)
+                module._buffers[attr] = moved[id(buffer)]

@@ -1,0 +1,92 @@
+"""The one list that joins the passes, and the runner that verifies, times and dumps each."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tpcompile.cost import CostModel
+from tpcompile.dump import dump
+from tpcompile.hardware import DEFAULT, Hardware
+from tpcompile.passes.assign_placements import assign_placements
+from tpcompile.passes.bucket_gradients import bucket_gradients
+from tpcompile.passes.eliminate_redundant import eliminate_redundant
+from tpcompile.passes.find_dims import find_dims
+from tpcompile.passes.functionalize import functionalize
+from tpcompile.passes.inline_regions import inline_regions
+from tpcompile.passes.insert_collectives import insert_collectives
+from tpcompile.passes.localize import localize
+from tpcompile.passes.mark_blocks import mark_blocks
+from tpcompile.passes.name_dims import name_dims
+from tpcompile.passes.normalize import normalize
+from tpcompile.passes.split_blocks import split_blocks
+from tpcompile.plan import collectives_of
+from tpcompile.program import Program
+
+Pass = Callable[[Program], Program]
+
+NORMALIZE: list[Pass] = [inline_regions, functionalize, normalize]
+PLAN: list[Pass] = [
+    name_dims,
+    find_dims,
+    assign_placements,
+    insert_collectives,
+    eliminate_redundant,
+    mark_blocks,
+]
+LOCALIZE: list[Pass] = [localize, bucket_gradients]
+EMIT: list[Pass] = [split_blocks]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the runner recorded of one pass."""
+
+    name: str
+    seconds: float
+    """CPU seconds."""
+    nodes: int
+    """Calls after the pass."""
+    dump: str
+    """Text of the program after the pass; "" unless dumps were asked for."""
+
+
+def run(program: Program, passes: list[Pass], *, dumps: bool = False) -> Program:
+    """Run passes in order; after each, check the graph and record a `Stage`."""
+    stages: list[Stage] = program.extra.setdefault("stages", [])
+    for step in passes:
+        begin = time.process_time()
+        program = step(program)
+        seconds = time.process_time() - begin
+        program.graph.lint()
+        nodes = sum(1 for _ in program.calls())
+        stages.append(Stage(step.__name__, seconds, nodes, dump(program) if dumps else ""))
+    return program
+
+
+def plan(
+    program: Program,
+    size: int,
+    *,
+    sequence_parallel: bool | str = "auto",
+    pins: dict[str, Any] | None = None,
+    hardware: Hardware = DEFAULT,
+    dumps: bool = False,
+) -> Program:
+    """Decide and insert: a normalized program to one with placements and collectives."""
+    forced = sequence_parallel is True
+    activation_byte = 1e-6 if forced else 0.0
+    program.extra.update(
+        cost=CostModel(size, hardware, activation_byte=activation_byte),
+        sequence_parallel=sequence_parallel,
+        pins=pins or {},
+    )
+    program = run(program, PLAN, dumps=dumps)
+    program.extra["collectives"] = collectives_of(program)
+    return program
+
+
+def local(program: Program, axis: tuple[str, int, int], *, dumps: bool = False) -> Program:
+    """Cut a planned program to what one rank runs."""
+    program.extra["axis"] = axis
+    return run(program, LOCALIZE, dumps=dumps)

@@ -1,0 +1,229 @@
+"""What each op may do: replicate, pass partial sums or partial gradients through, split a dim."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from tpcompile.cost import CostModel, bytes_of, flops_of
+from tpcompile.dims import Atoms, Dim, MaybeDim, Sizes, segments_of
+from tpcompile.layout import share
+from tpcompile.placement import STAR, P, R, State
+from tpcompile.program import operands, values
+from tpcompile.rule import DimSpec, Rule
+
+_PREFER_WHOLE = 1e-10
+"""Seconds by which sums that stay partial must pay."""
+
+Kind = Literal["replicate", "star", "partial", "split"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op on all ranks."""
+
+    kind: Kind
+    ins: tuple[State, ...]
+    """State each operand must arrive in."""
+    outs: tuple[State, ...]
+    seconds: float
+    split: Dim | None = None
+
+
+@dataclass
+class Facts:
+    """What is known of the values of a program, by node."""
+
+    trained: set[fx.Node]
+    """Nodes a gradient flows back through."""
+    from_parameters: set[fx.Node]
+    """Nodes whose value depends on a parameter."""
+    only_parameters: set[fx.Node]
+    """Nodes computed from parameters (and constants) alone."""
+
+
+@dataclass
+class Choices:
+    """Enumerates the strategies of each node of one program."""
+
+    cost: CostModel
+    sizes: Sizes
+    facts: Facts
+    batch: set[Dim]
+    """Leaves of the batch dim: tensor parallelism never splits them."""
+    weights: set[Dim]
+    """Leaves that occur in a weight matrix; the other leaves are stream dims, such as seq."""
+    allow_stream: bool = True
+    atoms: Atoms = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.atoms = self.atoms or Atoms()
+        self._usable: dict[Dim, str] = {}
+        self._hints: dict[Dim, int] = {}
+
+    def strategies(self, node: fx.Node) -> list[Strategy]:
+        """All strategies of a call, replicate first."""
+        inputs = operands(node)
+        rule: Rule | None = node.meta["rule"]
+        backward = node in self.facts.trained
+        work = _Work(node, rule, self.cost, backward)
+        n_ins, n_outs = len(inputs), len(values(node))
+        whole = work.seconds(1.0, (False,) * n_ins, (False,) * n_outs)
+        found = [Strategy("replicate", (R,) * n_ins, (R,) * n_outs, whole)]
+        if rule is None:
+            return found
+        stars = tuple(STAR if backward and n in self.facts.trained else R for n in inputs)
+        if backward:
+            late = found[0].seconds + _PREFER_WHOLE
+            found.append(Strategy("star", stars, (STAR,) * n_outs, late))
+        for group in rule.linear:
+            ins = tuple(P if i in group else s for i, s in enumerate(stars))
+            # Of equal plans, the one that sums early rounds less.
+            late = found[0].seconds + _PREFER_WHOLE
+            found.append(Strategy("partial", ins, (P,) * n_outs, late))
+        found.extend(self._splits(node, rule, inputs, stars, work))
+        return found
+
+    def _splits(
+        self,
+        node: fx.Node,
+        rule: Rule,
+        inputs: list[fx.Node],
+        stars: tuple[State, ...],
+        work: "_Work",
+    ) -> list[Strategy]:
+        in_dims = [n.meta["dims"][0] for n in inputs]
+        out_dims = node.meta["dims"]
+        found = []
+        for atom in self.candidates(node, rule, in_dims, out_dims):
+            has_in = [self._has(dims, atom) for dims in in_dims]
+            has_out = [self._has(dims, atom) for dims in out_dims]
+            ins = tuple(atom if h else s for h, s in zip(has_in, stars, strict=True))
+            inner = any(self._bound_has(node, name, atom) for name in rule.inner)
+            lost = R if inner or not any(has_in) else P
+            outs = tuple(atom if h else lost for h in has_out)
+            fraction = share(self.hint(atom), self.cost.size, 0) / self.hint(atom)
+            seconds = work.seconds(fraction, has_in, has_out)
+            if inner:
+                seconds += 2 * self.cost.collective("all_reduce", work.inner_bytes())
+            found.append(Strategy("split", ins, outs, seconds, atom))
+        return found
+
+    def candidates(
+        self,
+        node: fx.Node,
+        rule: Rule,
+        in_dims: list[tuple[MaybeDim, ...]],
+        out_dims: list[tuple[MaybeDim, ...]],
+    ) -> list[Dim]:
+        """Named dims that may be split at this op, in order of appearance."""
+        leaves: dict[Dim, None] = {}
+        refused: set[Dim] = set()
+        for dims in (*in_dims, *out_dims):
+            seen: set[Dim] = set()
+            for dim in dims:
+                if dim is None:
+                    continue
+                inside = self.atoms.leaves(dim)
+                refused |= (seen & inside) | (inside - self.atoms.splitting(dim))
+                seen |= inside
+                leaves.update(dict.fromkeys(sorted(inside, key=id)))
+        bound: dict[str, Dim] = node.meta["bound"]
+        for name in (*rule.whole, *node.meta["conflicts"]):
+            if name in bound:
+                refused |= self.atoms.leaves(bound[name])
+        for name in rule.plain:
+            if name in bound:
+                refused |= {a for a in self.atoms.splitting(bound[name])
+                            if not _is_plain(bound[name], a)}
+        stream = not self.allow_stream or self._is_weight_contraction(node, rule)
+        return [
+            atom
+            for atom in leaves
+            if atom not in refused
+            and not self.unusable(atom)
+            and not (stream and atom not in self.weights)
+            and _is_diagonal(rule, bound, atom, self.atoms)
+        ]
+
+    def unusable(self, atom: Dim) -> str:
+        """Why a named dim cannot be split at this degree, or ""."""
+        if atom not in self._usable:
+            self._usable[atom] = self._reason(atom)
+        return self._usable[atom]
+
+    def _reason(self, atom: Dim) -> str:
+        size, degree = self.hint(atom), self.cost.size
+        if atom in self.batch:
+            return "batch is not split by tensor parallelism"
+        if size < degree:
+            return f"{size} units cannot be shared by {degree} ranks"
+        if atom not in self.weights and size % degree:
+            return f"{size} is not divisible by {degree}"
+        return ""
+
+    def hint(self, atom: Dim) -> int:
+        """The example size of a named dim."""
+        if atom not in self._hints:
+            self._hints[atom] = self.sizes.hint(atom.size)
+        return self._hints[atom]
+
+    def _has(self, dims: tuple[MaybeDim, ...], atom: Dim) -> bool:
+        return any(dim is not None and atom in self.atoms.leaves(dim) for dim in dims)
+
+    def _bound_has(self, node: fx.Node, name: str, atom: Dim) -> bool:
+        bound = node.meta["bound"].get(name)
+        return bound is not None and atom in self.atoms.leaves(bound)
+
+    def _is_weight_contraction(self, node: fx.Node, rule: Rule) -> bool:
+        """A linear (or embedding) on a weight is column parallel, row parallel or replicated."""
+        if not rule.contracted():
+            return False
+        return any(
+            n in self.facts.only_parameters and len(n.meta["dims"][0]) >= 2 for n in operands(node)
+        )
+
+
+def _is_plain(dim: Dim, atom: Dim) -> bool:
+    segments = segments_of(dim, atom)
+    return len(segments) == 1 and segments[0][0] == 1
+
+
+def _is_diagonal(rule: Rule, bound: dict[str, Dim], atom: Dim, atoms: Atoms) -> bool:
+    """Whether the factors that contain `atom` are one, or all terms of one sum."""
+    having = {name for name, dim in bound.items() if atom in atoms.leaves(dim)}
+    if len(having) <= 1:
+        return bool(having)
+    sums = [dim for spec in (*rule.ins, *rule.outs) for dim in spec if len(dim) > 1]
+    return any(having <= _names(dim) for dim in sums) and not having & rule.plain
+
+
+def _names(dim: DimSpec) -> set[str]:
+    return {name for term in dim for name in term}
+
+
+class _Work:
+    """FLOPs and bytes of one call, for pricing its strategies."""
+
+    def __init__(self, node: fx.Node, rule: Rule | None, cost: CostModel, trained: bool) -> None:
+        self.cost, self.trained = cost, trained
+        self.flops = flops_of(node, rule)
+        self.ins = [bytes_of(n.meta["val"]) for n in operands(node)]
+        outs = values(node)
+        self.outs = [bytes_of(v) for v in outs]
+        self.dtype: torch.dtype = outs[0].dtype
+
+    def seconds(self, fraction: float, has_in: Sequence[bool], has_out: Sequence[bool]) -> float:
+        """Seconds with the marked operands and outputs (none: no split) at a fraction."""
+        ins = sum(b * fraction if h else b for b, h in zip(self.ins, has_in, strict=True))
+        outs = sum(b * fraction if h else b for b, h in zip(self.outs, has_out, strict=True))
+        once = self.cost.compute(self.flops * fraction, ins + outs, self.dtype, self.trained)
+        return once + outs * self.cost.activation_byte
+
+    def inner_bytes(self) -> float:
+        """Bytes of what a rewrite that reduces by itself sends: a few numbers a row."""
+        return float(max(self.outs[0], 4))
+
+

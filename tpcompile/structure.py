@@ -1,0 +1,174 @@
+"""Nested arguments and outputs as flat tensors plus a hashable description of the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DEPTH = 6
+"""How many plain Python objects deep tensors are looked for (a cache holds layers hold tensors)."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How to rebuild one value: `build(context, children)`; a tensor where `build` is None."""
+
+    build: Callable[[Any, list[Any]], Any] | None
+    context: Constant | None = None
+    children: tuple[Structure, ...] = ()
+
+    def unflatten(self, tensors: Iterator[Any]) -> Any:
+        """The value, its tensors taken from `tensors` in order."""
+        if self.build is None:
+            return next(tensors)
+        children = [child.unflatten(tensors) for child in self.children]
+        return self.build(self.context.value if self.context else None, children)
+
+
+class Constant:
+    """A value compared by equality and type (`1`, `1.0` and `True` differ), hashable always."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        try:
+            hash(value)
+            self._key: Any = (type(value), value)
+        except TypeError:
+            self._key = (type(value), repr(value))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"Constant({self.value!r})"
+
+
+def flatten(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Structure, list[str]]:
+    """(leaves, structure, paths): `structure.unflatten(iter(leaves))` is the value again.
+
+    A path is dotted, such as `batch.text.ids`; the root's is "".
+    """
+    leaves: list[Any] = []
+    paths: list[str] = []
+
+    def visit(item: Any, path: str) -> Structure:
+        if is_leaf(item):
+            leaves.append(item)
+            paths.append(path)
+            return Structure(None)
+        parts = _parts(item, is_leaf)
+        if parts is None:
+            return Structure(_constant, Constant(item))
+        build, context, names, children = parts
+        below = [
+            visit(child, f"{path}.{name}" if path else str(name))
+            for name, child in zip(names, children, strict=True)
+        ]
+        return Structure(build, Constant(context), tuple(below))
+
+    structure = visit(value, "")
+    return leaves, structure, paths
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor."""
+    return isinstance(value, Tensor)
+
+
+Parts = tuple[Callable[[Any, list[Any]], Any], Any, list[Any], list[Any]]
+
+
+def _parts(item: Any, is_leaf: Callable[[Any], bool]) -> Parts | None:
+    """(build, context, names, children) of a container; None for anything else."""
+    kind = type(item)
+    if isinstance(item, Mapping):
+        names = list(item)
+        if kind is dict:
+            return _build_dict, tuple(names), names, list(item.values())
+        if is_dataclass(item):
+            return _build_model_output, (kind, tuple(names)), names, list(item.values())
+        return _build_mapping, (_Shell(item), tuple(names)), names, list(item.values())
+    if isinstance(item, (list, tuple)):
+        build = _build_namedtuple if hasattr(kind, "_fields") else _build_sequence
+        return build, kind, list(range(len(item))), list(item)
+    if is_dataclass(item) and not isinstance(item, type):
+        names = [f.name for f in fields(item) if hasattr(item, f.name)]
+        return _build_object, (kind, tuple(names)), names, [getattr(item, n) for n in names]
+    if _holds_leaf(item, is_leaf, DEPTH):
+        names = list(vars(item))
+        return _build_object, (kind, tuple(names)), names, list(vars(item).values())
+    return None
+
+
+def _holds_leaf(item: Any, is_leaf: Callable[[Any], bool], depth: int) -> bool:
+    if is_leaf(item):
+        return True
+    if depth == 0 or isinstance(item, (nn.Module, type, str, int, float, torch.dtype)):
+        return False
+    if isinstance(item, Mapping):
+        below: Any = item.values()
+    elif isinstance(item, (list, tuple)):
+        below = item
+    else:
+        below = getattr(item, "__dict__", {}).values()
+    return any(_holds_leaf(child, is_leaf, depth - 1) for child in below)
+
+
+class _Shell:
+    """An emptied copy of a mapping, equal to others of its type."""
+
+    def __init__(self, item: Any) -> None:
+        self.kind = type(item)
+        self.empty = copy.copy(item)
+        self.empty.clear()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shell) and self.kind is other.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+
+def _constant(context: Any, children: list[Any]) -> Any:
+    return context
+
+
+def _build_dict(names: Any, children: list[Any]) -> Any:
+    return dict(zip(names, children, strict=True))
+
+
+def _build_model_output(context: Any, children: list[Any]) -> Any:
+    kind, names = context
+    return kind(**dict(zip(names, children, strict=True)))
+
+
+def _build_mapping(context: Any, children: list[Any]) -> Any:
+    shell, names = context
+    new = copy.copy(shell.empty)
+    for name, child in zip(names, children, strict=True):
+        new[name] = child
+    return new
+
+
+def _build_sequence(kind: Any, children: list[Any]) -> Any:
+    return kind(children)
+
+
+def _build_namedtuple(kind: Any, children: list[Any]) -> Any:
+    return kind(*children)
+
+
+def _build_object(context: Any, children: list[Any]) -> Any:
+    kind, names = context
+    new = object.__new__(kind)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(new, name, child)
+    return new

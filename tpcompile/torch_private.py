@@ -1,0 +1,61 @@
+"""Every use of torch that is not public API, each with the reason beside it."""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the ops' fake kernels
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
+from torch._ops import HigherOrderOperator, OpOverload  # types of call targets, public in docs only
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree  # nested arguments of graph nodes; no public twin for it
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, not exported
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "checkpoint_hook",
+    "dtensor_as",
+    "functional_collectives",
+    "pytree",
+    "same_storage",
+    "set_checkpoint_hook",
+    "shape_guards",
+    "sym_expr",
+]
+
+functional_collectives = torch.ops._c10d_functional
+"""The collectives that torch.compile traces whole; their public wrappers cost 100 us a call more
+and all_reduce's registered backward sums a gradient that is already replicated."""
+
+
+def sym_expr(size: Any) -> Any:
+    """The sympy expression of a SymInt: public SymInts can be computed with but not read."""
+    return size.node.expr
+
+
+def shape_guards(fake_mode: Any) -> list[Any]:
+    """sympy conditions that tracing assumed; export keeps them on its shape environment only."""
+    env = fake_mode.shape_env
+    return [] if env is None else [env.simplify(guard.expr) for guard in env.guards]
+
+
+def checkpoint_hook() -> Any:
+    """What non-reentrant checkpoint calls; `checkpoint` itself is often bound before we come."""
+    return torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+
+def set_checkpoint_hook(hook: Any) -> None:
+    """Replace what `checkpoint_hook` gives."""
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = hook
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share memory; works for fake ones, which have no data_ptr."""
+    return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage())
+
+
+def dtensor_as(cls: Any, dtensor: DTensor) -> Any:
+    """The same DTensor as a subclass: the public constructors make the base class only."""
+    return cls.__new__(cls, dtensor._local_tensor, dtensor._spec, requires_grad=False)
