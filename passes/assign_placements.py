@@ -123,7 +123,8 @@ class _Problem:
             if node.op == "placeholder":
                 self._add_leaf(node)
             elif node.op == "call_function" and node.target is not operator.getitem:
-                if node in self.facts.from_parameters or node in self.facts.trained:
+                depends = node in self.facts.from_parameters or node in self.facts.trained
+                if depends and values(node):
                     self._add_op(node)
         for key, readers in readers_of(self.program).items():
             if key[0] in self.variable:

@@ -149,7 +149,12 @@ class _Functionalizer:
 
     def _finish(self, output: fx.Node) -> None:
         self._read_current(output)
-        changed = [node for node in self.program.placeholders() if node in self.version]
+        assigned = self.program.updates
+        changed = [
+            node
+            for node in self.program.placeholders()
+            if node in self.version and node.name not in assigned
+        ]
         news = []
         for node in changed:
             new = self._current(node)
@@ -157,7 +162,7 @@ class _Functionalizer:
                 new = self.rewriter(aten.detach.default, new)
             news.append(new)
         output.args = ((*output.args[0], *news),)
-        self.program.updates = tuple(node.name for node in changed)
+        self.program.updates = (*assigned, *(node.name for node in changed))
 
 
 def _needs_grad(node: fx.Node, known: dict[fx.Node, bool]) -> bool:

@@ -56,6 +56,7 @@ class _Region:
     program: Program
     before: fx.Node
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    casts: dict[Any, fx.Node] = field(default_factory=dict)
 
     def run(
         self, node: fx.Node, owner: dict[str, Any], state: _State, args: tuple[Any, ...]
@@ -89,7 +90,7 @@ class _Region:
             args, kwargs = fx.node.map_arg((args, kwargs), lambda n: self._detach(n, inner))
         if state.autocast is not None:
             args, kwargs = explicit_casts(
-                self.program, self.before, inner, args, kwargs, state.autocast
+                self.program, self.before, inner, args, kwargs, state.autocast, self.casts
             )
         with self.program.graph.inserting_before(self.before):
             node = self.program.graph.call_function(inner.target, args, kwargs)
@@ -124,10 +125,11 @@ def _enter(
 
 
 def _check_plain(node: fx.Node) -> None:
-    if isinstance(node.target, HigherOrderOperator):
+    transform = getattr(node.target, "__module__", "").startswith("torch._functorch")
+    if transform or isinstance(node.target, HigherOrderOperator):
         where = node.meta.get("where") or node.meta.get("path") or "the model"
         raise CaptureError(
-            f"cannot compile {node.target.name()}, which runs a Python function as one op.",
-            f"{where} calls it.",
+            f"cannot capture {'vmap' if transform else node.target}.",
+            f"{where} calls it; it runs a Python function as one op.",
             "write it with plain torch ops.",
         )

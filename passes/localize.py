@@ -4,7 +4,6 @@ import operator
 from math import prod
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -59,6 +58,19 @@ def _split_dim(dims: tuple[Any, ...], atom: Dim) -> tuple[int, tuple[tuple[int, 
     return place, segments_of(dims[place], atom)
 
 
+_SIZE_OPS = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Max": max,
+    "Min": min,
+}
+"""sympy function of a size expression -> the Python function that computes it."""
+
+
 class _Context:
     """What localising any node of one program needs."""
 
@@ -84,17 +96,26 @@ class _Context:
 
     def _build(self, expr: Any) -> fx.Node:
         if expr.is_Symbol:
+            if expr not in self.program.symbols:
+                return self._computed(expr)
             name, dim = self.program.symbols[expr]
             leaf = next(n for n in self.program.placeholders("input") if n.name == name)
             return self._call(torch.ops.aten.sym_size.int, (leaf, dim), leaf.meta["val"].shape[dim])
-        functions = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-        fn = functions.get(expr.func)
-        assert fn is not None, f"size {expr} is not a polynomial of input sizes"
+        fn = _SIZE_OPS.get(expr.func.__name__)
+        if fn is None:
+            return self._computed(expr)
         parts = [self.materialize(arg) for arg in expr.args]
         total = parts[0]
         for part in parts[1:]:
             total = self._call(fn, (total, part), None)
         return total
+
+    def _computed(self, expr: Any) -> fx.Node:
+        """The node of the capture that computes a size no input gives."""
+        return next(
+            n for n in self.program.calls()
+            if isinstance(val := n.meta.get("val"), torch.SymInt) and val.node.expr == expr
+        )
 
     def _call(self, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
         placeholders = list(self.program.placeholders())

@@ -68,13 +68,13 @@ class _Naming:
                 return
             node.meta["dims"] = [source.meta["dims"][index]]
             return
+        node.meta["rule"], node.meta["bound"], node.meta["conflicts"] = None, {}, frozenset()
         if not outs:
             return
         rule = self._rule(node)
         if rule is not None and len(rule.ins) != len(operands(node)):
             raise AssertionError(f"{node.target}: rule {rule} for {len(operands(node))} operands")
         node.meta["rule"] = rule
-        node.meta["conflicts"] = frozenset()
         if rule is None:
             node.meta["dims"] = [self.fresh_dims(val) for val in outs]
         else:

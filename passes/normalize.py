@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tpcompile.program import Program
 import tpcompile.rewrites_matmul  # noqa: F401  registers rewrites
+from tpcompile.program import Program
 from tpcompile.rewrites import REWRITES, Rewriter, same_shape
 from tpcompile.torch_private import OpOverload
 

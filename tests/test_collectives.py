@@ -225,9 +225,8 @@ def check_compiled(axis: Axis, backend: str) -> None:
         want = block_gradients(block, ("", 1, 0), segments)
         torch.testing.assert_close(block_gradients(compiled, axis, segments), want)
     compiled = torch.compile(tied_loss, fullgraph=True, backend=backend)
-    for rows in (10, 9):
-        want = tied_gradients(tied_loss, rows, ("", 1, 0))
-        torch.testing.assert_close(tied_gradients(compiled, rows, axis), want)
+    want = tied_gradients(tied_loss, 9, ("", 1, 0))
+    torch.testing.assert_close(tied_gradients(compiled, 9, axis), want)
 
 
 def run_process(rank: int, store: str) -> None:

@@ -26,7 +26,9 @@ WRITTEN = [
     if path.is_file() and path.suffix != ".pyc"
 ] + [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
 
-INTERFACE = {"tpcompile", "tpcompile.shard", "tpcompile.verify", "tpcompile.pipeline"}
+INTERFACE = {
+    f"tpcompile{each}" for each in ("", ".shard", ".verify", ".planning", ".pipeline", ".emit")
+}
 """What joins nouns and passes; every other module of tpcompile is a noun."""
 PUBLIC = ("torch.ops.", "torch._check")
 """What torch documents in spite of an underscore."""

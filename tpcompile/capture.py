@@ -1,10 +1,7 @@
 """Trace an unmodified model into one graph of ATen training ops."""
 
-import io
-import logging
-import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,10 +14,12 @@ from .capture_inputs import (
     flatten_inputs,
     unify_sizes,
 )
+from .capture_mode import TraceMode
 from .capture_program import program_from_export
 from .capture_watch import Watch, user_line, watch_forward
 from .errors import CaptureError
 from .program import Program
+from .quiet import quiet
 from .structure import Structure, flatten, is_tensor
 
 __all__ = ["capture", "flatten_inputs", "holds", "unflatten_output"]
@@ -117,12 +116,25 @@ class _FlatOutput(_Flat):
     """Flat outputs as well; `found` gets their structure."""
 
     found: list[Structure]
+    assigned: list[str]
 
     def forward(self, tensors: list[Tensor]) -> Any:
-        leaves, structure, _ = flatten(super().forward(tensors), _is_traced)
+        owners = [(name, m, dict(m._buffers)) for name, m in self.model.named_modules()]
+        with TraceMode():
+            output = super().forward(tensors)
+        leaves, structure, _ = flatten(output, _is_traced)
         if not all(map(is_tensor, leaves)):
             raise ValueError("the output holds an input's size, which is a number")
         self.found[:] = [structure]
+        self.assigned.clear()
+        for name, module, buffers in owners:
+            for key, old in buffers.items():
+                new = module._buffers[key]
+                if new is not old:
+                    # `self.buffer = self.buffer + 1`: export would drop it
+                    self.assigned.append(f"{name}.{key}" if name else key)
+                    leaves.append(_same_kind(new, old, self.assigned[-1]))
+                    module._buffers[key] = old
         return leaves
 
 
@@ -137,13 +149,14 @@ def _trace(
     sizes = [tuple(t.shape) for t in tensors]
     wrapper = (_Flat if strict else _FlatOutput)(model, structure, sizes if dynamic else None)
     found: list[Structure] = []
+    assigned: list[str] = []
     if isinstance(wrapper, _FlatOutput):
-        wrapper.found = found
+        wrapper.found, wrapper.assigned = found, assigned
     wrapper.autocast = autocast_state(tensors)
     with watch_forward(model) as watch, _plain_context(wrapper.autocast), _one_device(model) as to:
         inputs = [to(t) for t in tensors]
         exported = _export(wrapper, inputs, dynamic, strict)
-    program = program_from_export(exported, model, names, found[0] if found else None)
+    program = program_from_export(exported, model, names, found[0] if found else None, assigned)
     program.notes += _notes(watch)
     return program
 
@@ -153,27 +166,13 @@ def _export(
 ) -> torch.export.ExportedProgram:
     auto = torch.export.Dim.AUTO
     dims = [dict.fromkeys(dims, auto) or None for dims in dynamic_dims(inputs)]
-    with _quiet():
+    with quiet():
         return torch.export.export(
             wrapper,
             (inputs,),
             dynamic_shapes={"tensors": dims} if dynamic else None,
             strict=strict,
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings, no log and no printed graph from export: its errors are told by ours."""
-    log = logging.getLogger("torch")
-    level = log.level
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        log.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            log.setLevel(level)
 
 
 @contextmanager
@@ -206,6 +205,20 @@ def _one_device(model: nn.Module) -> Iterator[Any]:
         for registry in (module._parameters, module._buffers):
             registry.update({k: to_meta(t) for k, t in registry.items() if t is not None})
     yield to_meta
+
+
+def _same_kind(new: Tensor | None, old: Tensor | None, name: str) -> Tensor:
+    if old is None or new is None or (new.dtype, new.shape) != (old.dtype, old.shape):
+        raise CaptureError(
+            f"cannot capture an assignment that changes what the buffer {name} is.",
+            f"it is {_kind(old)} before forward and {_kind(new)} after.",
+            "register the buffer with its final shape and dtype, and assign values to it.",
+        )
+    return new
+
+
+def _kind(t: Tensor | None) -> str:
+    return "None" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
 def _is_parameter(t: Tensor) -> bool:

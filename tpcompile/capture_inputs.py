@@ -18,14 +18,15 @@ def flatten_inputs(
     """(tensors, key) of one call.
 
     The key is equal for calls that differ in nothing but sizes and values of tensors: it holds
-    the structure, every argument that is not a tensor, each tensor's dtype and rank, and the
-    autocast state.  Arguments given by position and by keyword give the same key.
+    the structure, every argument that is not a tensor, each tensor's dtype, rank and whether it
+    needs a gradient, and the autocast state.  Arguments given by position and by keyword give
+    the same key.
 
     Raises:
         InputError: The arguments do not fit the forward's signature.
     """
     tensors, structure, _ = bind_inputs(model, args, kwargs)
-    kinds = tuple((t.dtype, t.ndim) for t in tensors)
+    kinds = tuple((t.dtype, t.ndim, t.requires_grad) for t in tensors)
     return tensors, (structure, kinds, autocast_state(tensors))
 
 

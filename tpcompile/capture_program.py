@@ -10,10 +10,9 @@ import torch
 from torch import fx, nn
 
 from .capture_watch import is_user_file
-from .errors import CaptureError
 from .program import Leaf, LeafKind, Program
 from .structure import Structure, flatten
-from .torch_private import pytree, shape_guards, sym_expr
+from .torch_private import FakeTensor, pytree, shape_guards, sym_expr
 
 KINDS: dict[str, LeafKind] = {
     "PARAMETER": "parameter",
@@ -30,15 +29,18 @@ def program_from_export(
     model: nn.Module,
     names: list[str],
     out_spec: Structure | None,
+    assigned: list[str],
 ) -> Program:
     """The program of an exported wrapper around `model`, whose inputs are called `names`.
 
-    Without `out_spec` the output's structure is export's.
+    Without `out_spec` the output's structure is export's.  The wrapper's last outputs are the
+    new values of the `assigned` buffers.
     """
     graph = exported.graph_module.graph
     program = Program(graph, _leaves(exported, names))
     _merge_aliases(program, model)
     _set_outputs(program, exported, out_spec)
+    _set_updates(program, assigned)
     _set_symbols(program)
     # Regions (no_grad, autocast) are submodules until they are inlined.
     program.extra["regions"] = dict(exported.graph_module.named_children())
@@ -56,8 +58,8 @@ def _leaves(exported: torch.export.ExportedProgram, names: list[str]) -> dict[st
             leaves[name] = Leaf(kind, next(inputs))
         elif kind == "constant":
             value = exported.constants[str(spec.target)]
-            if value.requires_grad:
-                raise _unregistered_error(str(spec.target))
+            if isinstance(value, FakeTensor):
+                raise ValueError(f"tracing lost sight of a tensor {list(value.shape)} it made")
             leaves[name] = Leaf(kind, name, value)
         else:
             leaves[name] = Leaf(kind, str(spec.target).removeprefix(f"{PREFIX}."))
@@ -101,6 +103,13 @@ def _set_outputs(
         )
     output.args = (tuple(flat),)
     program.out_spec, program.n_outputs = out_spec, len(flat)
+
+
+def _set_updates(program: Program, assigned: list[str]) -> None:
+    names = {program.leaves[node.name].name: node.name for node in program.placeholders("buffer")}
+    canonical = {alias: first for first, group in program.aliases.items() for alias in group}
+    program.updates = tuple(names[canonical.get(name, name)] for name in assigned)
+    program.n_outputs -= len(assigned)
 
 
 def _set_symbols(program: Program) -> None:
@@ -154,12 +163,3 @@ def _where(stack_trace: str) -> str:
     frames = re.findall(r'File "(.+?)", line (\d+)', stack_trace)
     user = [(file, line) for file, line in frames if is_user_file(file)]
     return f"{Path(user[-1][0]).name}:{user[-1][1]}" if user else ""
-
-
-def _unregistered_error(target: str) -> CaptureError:
-    name = target.removeprefix(f"{PREFIX}.")
-    return CaptureError(
-        "cannot capture a tensor that needs a gradient and is no parameter of the model.",
-        f"{name} is used in forward and is not in model.named_parameters().",
-        "register it: an nn.Parameter attribute, nn.ParameterList or register_parameter.",
-    )

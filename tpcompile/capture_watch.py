@@ -1,6 +1,5 @@
 """Watch what a forward does while it is traced that the graph cannot show."""
 
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +62,7 @@ def watch_forward(model: nn.Module) -> Iterator[Watch]:
 
 
 def user_line(error: BaseException) -> str:
-    """"file.py:12 in forward: the code" of the innermost frame of the user's model, or ""."""
+    """Innermost frame of the user's model, as `file.py:12 in forward: the code`, or ""."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -90,43 +89,48 @@ def _text(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
+def calling_line() -> str:
+    """The innermost line of the user's model that is running, as `user_line` spells it."""
+    frames = [f for f in traceback.extract_stack() if is_user_file(f.filename)]
+    return _text(frames[-1])
+
+
 def _function_error(cls: type) -> CaptureError:
-    frames = [
-        f for f in traceback.extract_stack(sys._getframe(2)) if is_user_file(f.filename)
-    ]
     return CaptureError(
         f"cannot capture the custom autograd function {cls.__name__}.",
-        f"{_text(frames[-1])}: capture keeps its forward and would lose its backward.",
+        f"{calling_line()}: capture keeps its forward and would lose its backward.",
         f"write {cls.__name__} with plain torch ops, or as a torch.library.custom_op with "
         "register_autograd.",
     )
 
 
+def _is_registry(key: str) -> bool:
+    """Whether a module keeps its parameters, buffers, children or hooks under this name."""
+    return key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks")
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The module's attributes, with copies of its own three registries."""
-    registries = ("_parameters", "_buffers", "_modules")
-    return {k: dict(v) if k in registries else v for k, v in vars(module).items()}
+    """The module's attributes, with copies of its own registries."""
+    return {k: dict(v) if _is_registry(k) and v else v for k, v in vars(module).items()}
 
 
 def _restore(name: str, module: nn.Module, attributes: dict[str, Any]) -> list[str]:
-    """Put attributes back; the dotted names of those that had changed."""
-    changed = []
+    """Put attributes back; the dotted names of those that a forward had set."""
     now = vars(module)
-    for key in [key for key in now if key not in attributes]:
-        changed.append(key)
+    changed = [key for key in now if key not in attributes]
+    for key in changed:
         del now[key]
     for key, value in attributes.items():
-        if key in ("_parameters", "_buffers", "_modules"):
+        if _is_registry(key) and isinstance(now.get(key), dict):
             registry = now[key]
-            if list(registry) != list(value) or any(registry[k] is not value[k] for k in value):
-                changed += [k for k in value if registry.get(k) is not value[k]]
+            if list(registry.items()) != list(value.items()):
                 registry.clear()
                 registry.update(value)
         elif key not in now or now[key] is not value:
             if _is_changed(now.get(key), value):
                 changed.append(key)
             now[key] = value
-    return [f"{name}.{key}" if name else key for key in changed]
+    return [f"{name}.{key}" if name else key for key in changed if not key.startswith("_")]
 
 
 def _is_changed(new: Any, old: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Proves a rule by execution: split, run on the pieces, rejoin, compare with the op on the whole."""
+"""Proves a rule by execution: split, run on the pieces, rejoin, compare with the whole op."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from tpcompile.errors import TpcompileError
-from tpcompile.layout import Segments, join, share, start, take
+from tpcompile.layout import join, take
 from tpcompile.local_group import LocalGroup
-from tpcompile.rule import DimSpec, Rule, Spec, rule_for
+from tpcompile.ops.equations import aten, tensors_of
+from tpcompile.rank_split import RankSplit, split_together
+from tpcompile.rule import Rule, Spec, rule_for, spec_text
 
-UNDEFINED = ("aten.empty", "aten.empty_like", "aten.new_empty")
+UNDEFINED = frozenset(aten("empty.memory_format empty_like new_empty"))
 """Ops whose values mean nothing; only shapes are compared."""
 
 
@@ -21,11 +23,16 @@ class RuleError(TpcompileError):
     """A rule says of its op what execution shows to be wrong."""
 
 
-def check_rule(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> int:
+def check_rule(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> int:
     """Prove the rule of one call; the number of (factors, degree) splits that were run.
 
     Every factor that may be split is split 2 and 3 ways; outputs and gradients of the pieces,
-    rejoined as the rule says, must be those of the op on the whole, in float64. The op must be
+    rejoined as the rule says, must be those of the op on the whole, in `dtype`. The op must be
     linear in each group of operands that the rule lists.
 
     Raises:
@@ -35,7 +42,7 @@ def check_rule(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = 
     rule = rule_for(op, call.args, call.kwargs)
     if rule is None:
         return 0
-    call = _trained(call.with_tensors([_as_double(x) for x in call.tensors()]))
+    call = _trained(call.with_tensors([_cast(x, dtype) for x in call.tensors()]))
     whole = call.run()
     sizes = _sizes(call, rule, whole.outs)
     tried = set()
@@ -50,75 +57,11 @@ def check_rule(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = 
         try:
             _check_split(call, rule, whole, sizes, factors, degree)
         except (RuntimeError, IndexError, ValueError, AssertionError) as error:
-            raise _wrong(
-                call, rule, f"factor {_text(factors)} {degree} ways", str(error)
-            ) from error
+            what = _way(RankSplit(("", degree, 0), sizes, factors))
+            raise _wrong(call, rule, what, str(error)) from error
     for group in rule.linear:
         _check_linear(call, rule, group)
     return len(tried)
-
-
-def split_together(rule: Rule, factor: str) -> frozenset[str]:
-    """The factor and those that any sum of terms forces to be split with it; empty if none can."""
-    found = {factor}
-    dims = {dim for spec in (*rule.ins, *rule.outs) for dim in spec if len(dim) > 1}
-    grown = True
-    while grown:
-        grown = False
-        for dim in dims:
-            if not found.intersection(name for term in dim for name in term):
-                continue
-            for term in dim:
-                if found.intersection(term):
-                    continue
-                free = [name for name in term if name not in rule.whole]
-                if not free:
-                    return frozenset()
-                found.add(free[0])
-                grown = True
-    return frozenset() if found & rule.whole else frozenset(found)
-
-
-@dataclass(frozen=True)
-class RankSplit:
-    """One rank's view of a split; what a local rewrite asks (`rule.Split`)."""
-
-    axis: tuple[str, int, int]
-    sizes: Mapping[str, int]
-    factors: frozenset[str]
-
-    def is_split(self, factor: str) -> bool:
-        """Whether the factor is split."""
-        return factor in self.factors
-
-    def local_size(self, factor: str) -> int:
-        """Size of the factor on this rank."""
-        size = self.sizes[factor]
-        return share(size, self.axis[1], self.axis[2]) if self.is_split(factor) else size
-
-    def global_size(self, factor: str) -> int:
-        """Size of the factor on all ranks together."""
-        return self.sizes[factor]
-
-    def offset(self, factor: str) -> int:
-        """First global index of this rank's part."""
-        return start(self.sizes[factor], self.axis[1], self.axis[2])
-
-    def length(self, spec: DimSpec) -> int:
-        """Local length of a dim."""
-        return sum(prod(map(self.local_size, term)) for term in spec)
-
-    def layout(self, spec: Spec) -> tuple[int, Segments] | None:
-        """(dim, segments) of the split dim of a tensor, or None."""
-        for i, dim in enumerate(spec):
-            if any(self.is_split(name) for term in dim for name in term):
-                return i, tuple(map(self._segment, dim))
-        return None
-
-    def _segment(self, term: tuple[str, ...]) -> tuple[int, int, int]:
-        at = next(i for i, name in enumerate(term) if self.is_split(name))
-        before, after = (prod(self.sizes[n] for n in part) for part in (term[:at], term[at + 1 :]))
-        return before, self.sizes[term[at]], after
 
 
 @dataclass(frozen=True)
@@ -139,7 +82,7 @@ class _Call:
 
     def tensors(self) -> list[Tensor]:
         """Tensor operands in argument order, lists flattened."""
-        return _tensors((*self.args, *self.kwargs.values()))
+        return tensors_of((*self.args, *self.kwargs.values()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "_Call":
         """The same call on other tensors."""
@@ -168,7 +111,7 @@ class _Call:
         call = self.with_tensors([leaf.clone() for leaf in leaves])
         call = localize(call) if localize else call
         torch.manual_seed(0)
-        outs = _tensors([call.op(*call.args, **call.kwargs)])
+        outs = tensors_of([call.op(*call.args, **call.kwargs)])
         live = [(i, out) for i, out in enumerate(outs) if out.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads: dict[int, Tensor | None] = {}
@@ -222,27 +165,33 @@ def _check_split(
     else:
         ranks = [on_rank(("", degree, rank)) for rank in range(degree)]
     split = RankSplit(("", degree, 0), sizes, factors)
-    what = f"factor {_text(factors)} {degree} ways"
     from_operands = any(split.layout(spec) for spec in rule.ins)
     is_sum = from_operands and not factors & rule.inner
     for i, spec in enumerate(rule.outs):
         found = _rejoin([r.outs[i] for r in ranks], split, spec, is_sum)
-        if str(call.op).removesuffix(".default").removesuffix(".memory_format") in UNDEFINED:
-            found = found.new_zeros(found.shape).copy_(whole.outs[i])
-        _compare(call, rule, f"{what}: output {i}", found, whole.outs[i])
+        if call.op in UNDEFINED and found.shape == whole.outs[i].shape:
+            continue
+        _compare(call, rule, f"{_way(split)}: output {i}", found, whole.outs[i])
+    _check_gradients(call, rule, whole, ranks, split)
+
+
+def _check_gradients(
+    call: _Call, rule: Rule, whole: _Result, ranks: list[_Result], split: RankSplit
+) -> None:
+    """Gradients of split operands are pieces; those of whole operands are partial sums."""
     for i, spec in enumerate(rule.ins):
-        grads = [r.grads[i] for r in ranks]
+        grads = [rank.grads[i] for rank in ranks]
         expected = whole.grads[i]
-        if expected is None and all(g is None for g in grads):
+        if expected is None and all(grad is None for grad in grads):
             continue
         zero = torch.zeros_like(call.tensors()[i])
-        filled = [
-            _piece(zero, RankSplit(("", degree, r), sizes, factors), spec) if g is None else g
-            for r, g in enumerate(grads)
+        parts = [
+            _piece(zero, split.on(rank), spec) if grad is None else grad
+            for rank, grad in enumerate(grads)
         ]
-        found = _rejoin(filled, split, spec, is_sum=True)
-        expected = zero if expected is None else expected
-        _compare(call, rule, f"{what}: gradient of operand {i}", found, expected)
+        found = _rejoin(parts, split, spec, is_sum=True)
+        what = f"{_way(split)}: gradient of operand {i}"
+        _compare(call, rule, what, found, zero if expected is None else expected)
 
 
 def _piece(x: Tensor, split: RankSplit, spec: Spec) -> Tensor:
@@ -294,8 +243,10 @@ def _sizes(call: _Call, rule: Rule, outs: Sequence[Tensor]) -> dict[str, int]:
     sizes = dict(rule.sizes)
     sizes |= {dim[0][0]: size for dim, size in dims if len(dim) == 1 and len(dim[0]) == 1}
     for dim, size in dims:
-        if sum(prod(sizes[name] for name in term) for term in dim) != size:
-            raise _wrong(call, rule, f"dim {dim}", f"its size is {size}, of factors {sizes}")
+        made = sum(prod(sizes[name] for name in term) for term in dim)
+        if made != size:
+            text = f"its size is {size}, its factors make {made}"
+            raise _wrong(call, rule, f"dim {spec_text((dim,))}", text)
     return sizes
 
 
@@ -319,8 +270,8 @@ def _wrong(call: _Call, rule: Rule, what: str, found: str) -> RuleError:
     )
 
 
-def _text(factors: frozenset[str]) -> str:
-    return " and ".join(sorted(factors))
+def _way(split: RankSplit) -> str:
+    return f"factor {' and '.join(sorted(split.factors))} {split.axis[1]} ways"
 
 
 def _weight(i: int, out: Tensor) -> Tensor:
@@ -329,20 +280,10 @@ def _weight(i: int, out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=generator, dtype=out.dtype)
 
 
-def _as_double(x: Tensor) -> Tensor:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_complex():
-        return x.to(torch.complex128)
-    return x.double() if x.is_floating_point() else x
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(_tensors(value))
-    return found
+        return x.to(dtype.to_complex())
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _replace(arg: Any, tensors: Any) -> Any:

@@ -163,12 +163,14 @@ class _CopyMany(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        summed = list(grads)
-        for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
-            chosen = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
-            flat = torch.cat([grads[i].reshape(-1) for i in chosen])
-            total = wire.all_reduce(flat, ctx.axis)
-            pieces = total.split([grads[i].numel() for i in chosen])
-            for i, piece in zip(chosen, pieces, strict=True):
-                summed[i] = piece.view(grads[i].shape)
+        summed: list[Tensor | None] = [None] * len(grads)
+        buckets: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                buckets.setdefault(grad.dtype, []).append((i, grad))
+        for bucket in buckets.values():
+            flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
+            pieces = wire.all_reduce(flat, ctx.axis).split([grad.numel() for _, grad in bucket])
+            for (i, grad), piece in zip(bucket, pieces, strict=True):
+                summed[i] = piece.view(grad.shape)
         return None, *summed

@@ -57,8 +57,10 @@ class CostModel:
 
 
 def hint(size: Any) -> int:
-    """The example value of a size."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """The example value of a size; 1 where it depends on data."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def bytes_of(value: Tensor) -> int:

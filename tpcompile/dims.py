@@ -260,12 +260,15 @@ class Sizes:
         self.hints = dict(hints)
         """Symbol -> its example value."""
         self._prime: dict[Any, int] = {}
-        prime = _FIRST_PRIME
-        for symbol in hints:
-            self._prime[symbol] = prime
-            prime = _next_prime(prime + 2)
-        self._expr: dict[int, Any] = {p: s for s, p in self._prime.items()}
+        self._expr: dict[int, Any] = {}
         self._code: dict[Any, int] = {}
+        for symbol in hints:
+            self._add(symbol)
+
+    def _add(self, symbol: Any) -> None:
+        prime = _next_prime(max(self._prime.values(), default=_FIRST_PRIME - 2) + 2)
+        self._prime[symbol] = prime
+        self._expr[prime] = symbol
 
     def code(self, size: Any) -> int:
         """The int that stands for a size (an int or a SymInt)."""
@@ -273,15 +276,20 @@ class Sizes:
             return size
         expr = size.node.expr
         if expr not in self._code:
+            for symbol in expr.free_symbols - self._prime.keys():
+                self._add(symbol)  # unbacked: a size that depends on data
             value = self._code[expr] = int(expr.subs(self._prime))
             if expr.free_symbols:
                 self._expr.setdefault(value, expr)
         return self._code[expr]
 
     def hint(self, code: int) -> int:
-        """The example value of a coded size."""
+        """The example value of a coded size; 0 where it depends on data."""
         expr = self.expr(code)
-        return expr if isinstance(expr, int) else int(expr.subs(self.hints))
+        if isinstance(expr, int):
+            return expr
+        value = expr.subs(self.hints)
+        return int(value) if value.is_Integer else 0
 
     def expr(self, code: int) -> Any:
         """The int or sympy expression a code stands for."""

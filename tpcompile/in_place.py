@@ -19,44 +19,63 @@ FUNCTIONAL: dict[Any, Any] = {
     aten.__ixor__.Tensor: aten.bitwise_xor.Tensor,
     aten.__ixor__.Scalar: aten.bitwise_xor.Scalar,
     aten.normal_.default: aten.normal_functional.default,
+    aten.detach_.default: aten.detach.default,
 }
 """In-place ops whose functional op is not named like them."""
 
+RANDOM = {
+    aten.normal_,
+    aten.uniform_,
+    aten.bernoulli_,
+    aten.exponential_,
+    aten.cauchy_,
+    aten.log_normal_,
+    aten.geometric_,
+    aten.random_,
+}
+
 
 def written_operand(node: fx.Node) -> fx.Node | None:
-    """The operand a call writes to, if any.
+    """The operand a call writes to, if any: its first, or `out=`.
 
     Raises:
-        CaptureError: It writes to something else than its first operand.
+        CaptureError: It writes to something else.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     if not node.target._schema.is_mutable:
         return None
-    writes = [
-        i
-        for i, argument in enumerate(node.target._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    if writes != [0] or not isinstance(node.args[0], fx.Node):
+    writes = [argument.name for argument in node.target._schema.arguments if _is_written(argument)]
+    if writes == ["out"] and isinstance(node.kwargs.get("out"), fx.Node):
+        return node.kwargs["out"]
+    if writes != [node.target._schema.arguments[0].name] or not isinstance(node.args[0], fx.Node):
         raise _write_error(node)
     return node.args[0]
 
 
 def functional_value(r: Rewriter, node: fx.Node) -> fx.Node:
     """The new value of what the in-place call `node` writes, of the same dtype and shape."""
+    if "out" in node.kwargs:
+        kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
+        return _fitted(r, r(_op_without_out(node), *node.args, **kwargs), node.kwargs["out"])
     x = node.args[0]
     old: Tensor = x.meta["val"]
     if node.target is aten.copy_.default:
         return _fitted(r, node.args[1], x)
     if node.target is aten.zero_.default:
         return r(aten.zeros_like.default, x)
+    args = node.args
+    if node.target.overloadpacket in RANDOM:
+        # the new values owe nothing to the old ones, and most of these have no derivative
+        args = (r(aten.detach.default, x), *args[1:])
+    if node.target is aten.bernoulli_.float:
+        return r(aten.bernoulli.p, args[0], *(args[1:] or (0.5,)), **node.kwargs)
     if node.target is aten.fill_.Scalar:
         return r(aten.full_like.default, x, node.args[1])
     if node.target is aten.fill_.Tensor:
         return _fitted(r, node.args[1], x)
     target = FUNCTIONAL.get(node.target) or _functional_op(node)
-    new = r(target, *node.args, **node.kwargs)
+    new = r(target, *args, **node.kwargs)
     return r(aten.to.dtype, new, old.dtype) if new.meta["val"].dtype != old.dtype else new
 
 
@@ -71,6 +90,23 @@ def _functional_op(node: fx.Node) -> Any:
         # transpose_, squeeze_, detach_: these change the tensor object, not its values
         raise _write_error(node)
     return target
+
+
+def _op_without_out(node: fx.Node) -> Any:
+    """`div.out` -> `div.Tensor`: the overload that takes all but `out`."""
+    schema = node.target._schema
+    namespace, _, name = schema.name.partition("::")
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if not _is_written(a)]
+    packet = getattr(getattr(torch.ops, namespace), name)
+    for overload in packet.overloads():
+        other = getattr(packet, overload)._schema
+        if not other.is_mutable and [(a.name, str(a.type)) for a in other.arguments] == wanted:
+            return getattr(packet, overload)
+    raise _write_error(node)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _fitted(r: Rewriter, source: fx.Node, x: fx.Node) -> fx.Node:

@@ -96,16 +96,18 @@ class LocalGroup:
             thread.join()
         self._turn = self._board = None
         torch.set_rng_state(states[0])
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         return results
 
     def exchange(self, rank: int, kind: str, *values: Tensor) -> list[list[Tensor]]:
         """The values of all ranks, in rank order; every rank must run the same collective."""
         assert self._turn == rank, "collectives of a LocalGroup work only inside run()"
         if rank == 0:
-            self._board = [None] * self.size
-        board = self._board  # rank 0 makes a new one before the last rank has read this one
+            # A new one each time: the later ranks have yet to read the last one.
+            self._board = [None for _ in range(self.size)]
+        board = self._board
         if board is None:
             raise _mismatch(rank, kind, 0, None)
         # Copied because the rank may overwrite its tensors before the others have their turn.

@@ -1,12 +1,19 @@
-"""Carry an optimizer made before sharding over to the sharded parameters."""
+"""Optimizers of sharded models: made before sharding, and what their state dicts hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tpcompile.errors import ShardingError
+from tpcompile.parameters import Sharded, all_sharded
+from tpcompile.storage import ParamLayout
+from tpcompile.stored import distribute, view_original
+from tpcompile.stored_tensor import Stored
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -40,11 +47,85 @@ def remap_parameter(
         group["params"][:] = [new if p is old else p for p in group["params"]]
     if old in optimizer.state:
         state = optimizer.state.pop(old)
-        optimizer.state[new] = {k: _placed(k, v, old, place) for k, v in state.items()}
+        optimizer.state[new] = {
+            key: place(value) if _follows(key, value, tuple(old.shape)) else value
+            for key, value in state.items()
+        }
 
 
-def _placed(key: str, value: Any, old: nn.Parameter, place: Callable[[Tensor], Tensor]) -> Any:
+_HOOKED: WeakSet[Optimizer] = WeakSet()
+_WATCHING: list[Any] = []
+
+
+def watch_optimizers() -> None:
+    """Hook every optimizer at its first step: most are made after the model is sharded."""
+    if not _WATCHING:
+        _WATCHING.append(register_optimizer_step_pre_hook(lambda opt, *_: hook_optimizer(opt)))
+
+
+def hook_optimizer(optimizer: Optimizer) -> None:
+    """Let its state dicts have, and load, the original shapes of sharded parameters.
+
+    State of a parameter that is stored in another order becomes `Stored`, as in a module's state
+    dict; whole tensors are loaded as originals.  Nothing happens the second time.
+    """
+    if optimizer not in _HOOKED:
+        _HOOKED.add(optimizer)
+        optimizer.register_state_dict_post_hook(_view_state)
+        optimizer.register_load_state_dict_pre_hook(_load_state)
+
+
+def _view_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def view(key: str, value: Any, layout: ParamLayout, sharded: Sharded) -> Any:
+        stored = isinstance(value, DTensor) and _follows(key, value, layout.storage_shape())
+        if not stored or layout.is_identity():
+            return value
+        return view_original(value, layout, sharded.mesh)
+
+    return _mapped(optimizer, state_dict, view)
+
+
+def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def load(key: str, value: Any, layout: ParamLayout, sharded: Sharded) -> Any:
+        if not _follows(key, value, layout.shape):
+            return value
+        if isinstance(value, Stored) and value.param_layout == layout:
+            return value.stored()
+        if isinstance(value, DTensor):
+            if layout.is_identity():
+                return value
+            value = value.full_tensor()
+        return distribute(value, layout, sharded.mesh)
+
+    return _mapped(optimizer, state_dict, load)
+
+
+def _mapped(
+    optimizer: Optimizer, state_dict: dict[str, Any], convert: Callable[..., Any]
+) -> dict[str, Any]:
+    """A copy of the state dict with the state of sharded parameters converted."""
+    known = {
+        id(parameter): (sharded.layouts[name], sharded)
+        for model, sharded in all_sharded()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    state = dict(state_dict["state"])
+    for index, parameter in _numbered(optimizer, state_dict):
+        if index in state and id(parameter) in known:
+            state[index] = {
+                key: convert(key, value, *known[id(parameter)])
+                for key, value in state[index].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """(key in the state dict, parameter): both list the groups' parameters in the same order."""
+    for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+        yield from zip(theirs["params"], ours["params"], strict=False)
+
+
+def _follows(key: str, value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether state is one value per element of a parameter of this shape."""
     # A scalar parameter's step counter has the parameter's shape too.
-    if isinstance(value, Tensor) and value.shape == old.shape and key != "step":
-        return place(value)
-    return value
+    return isinstance(value, Tensor) and tuple(value.shape) == shape and key != "step"

@@ -45,6 +45,11 @@ def sharded_for(model: nn.Module) -> Sharded | None:
     return _SHARDED.get(model)
 
 
+def all_sharded() -> list[tuple[nn.Module, Sharded]]:
+    """Every sharded model that is alive."""
+    return list(_SHARDED.items())
+
+
 def slots(model: nn.Module) -> Iterator[list[Slot]]:
     """The places of every parameter, in the order of `named_parameters`; tied ones together."""
     found: dict[int, list[Slot]] = {}

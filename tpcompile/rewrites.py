@@ -36,6 +36,7 @@ class Rewriter:
         return self
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call before the node, `target(*args, **kwargs)`."""
         return call(self.program, self.node, target, args, kwargs, self.node)
 
     def note_size(self, node: fx.Node) -> None:
@@ -140,7 +141,7 @@ def as_permute(r: Rewriter, node: fx.Node) -> fx.Node:
 
 @rewrite(aten.flatten.using_ints)
 def flatten(r: Rewriter, node: fx.Node) -> fx.Node:
-    """reshape with the flattened dim as -1."""
+    """One reshape, with the flattened dim as -1."""
     x = node.args[0]
     ndim = x.meta["val"].ndim
     if ndim == 0:
@@ -156,7 +157,7 @@ def flatten(r: Rewriter, node: fx.Node) -> fx.Node:
 
 @rewrite(aten.unflatten.int)
 def unflatten(r: Rewriter, node: fx.Node) -> fx.Node:
-    """reshape with the other dims as they are."""
+    """One reshape, with the other dims as they are."""
     x, dim, sizes = node.args
     dim %= x.meta["val"].ndim
     if -1 in sizes and _all_ints([x.meta["val"].shape[dim]]):
@@ -167,14 +168,14 @@ def unflatten(r: Rewriter, node: fx.Node) -> fx.Node:
 
 @rewrite(aten.view_as.default, aten.reshape_as.default)
 def view_as(r: Rewriter, node: fx.Node) -> fx.Node:
-    """reshape to the other's sizes."""
+    """One reshape, to the other's sizes."""
     x, other = node.args
     return r(aten.reshape.default, x, r.sizes(other))
 
 
 @rewrite(aten.expand_as.default)
 def expand_as(r: Rewriter, node: fx.Node) -> fx.Node:
-    """expand to the other's sizes."""
+    """One expand, to the other's sizes."""
     x, other = node.args
     return r(aten.expand.default, x, r.sizes(other))
 
@@ -222,7 +223,7 @@ def as_split_with_sizes(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 @rewrite(aten.glu.default)
 def glu(r: Rewriter, node: fx.Node) -> fx.Node:
-    """a * sigmoid(b) of the two halves."""
+    """The first half times the sigmoid of the second."""
     x, dim = node.args[0], argument(node, 1, "dim", -1)
     half = x.meta["val"].shape[dim] // 2
     halves = r(aten.split_with_sizes.default, x, [half, half], dim)

@@ -22,19 +22,19 @@ def linear(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 @rewrite(aten.addmm.default)
 def addmm(r: Rewriter, node: fx.Node) -> fx.Node:
-    """beta * input + alpha * (a @ b)."""
+    """Matrix product, scaled by alpha, plus input scaled by beta."""
     return _scaled_sum(r, node, aten.mm.default)
 
 
 @rewrite(aten.baddbmm.default)
 def baddbmm(r: Rewriter, node: fx.Node) -> fx.Node:
-    """beta * input + alpha * (a @ b), batched."""
+    """Batched matrix product, scaled by alpha, plus input scaled by beta."""
     return _scaled_sum(r, node, aten.bmm.default)
 
 
 @rewrite(aten.addmv.default)
 def addmv(r: Rewriter, node: fx.Node) -> fx.Node:
-    """beta * input + alpha * (a @ v)."""
+    """Matrix by vector, scaled by alpha, plus input scaled by beta."""
     return _scaled_sum(r, node, aten.mv.default)
 
 

@@ -7,7 +7,7 @@ an output without it is a partial sum.  A rule is data; nothing in it knows abou
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 Term = tuple[str, ...]
 """A product of factors, major first; `()` is a dim of size 1 that belongs to no factor."""
@@ -157,6 +157,7 @@ def _term(text: str) -> Term:
 
 
 RuleFn = Callable[..., Rule | None]
+F = TypeVar("F", bound=RuleFn)
 RULES: dict[Any, RuleFn] = {}
 """Op overload, or its name, -> rule function. The name serves libraries that register their ops
 when they are imported. The function has the op's signature; tensors have .shape (ints),
@@ -165,16 +166,14 @@ SAMPLES: dict[Any, list[Callable[[], Sequence[Any]]]] = {}
 """Op overload -> makers of example arguments, for the generic test."""
 
 
-def rule(
-    *ops: Any, samples: Sequence[Callable[[], Sequence[Any]]] = ()
-) -> Callable[[RuleFn], RuleFn]:
+def rule(*ops: Any, samples: Sequence[Callable[[], Sequence[Any]]] = ()) -> Callable[[F], F]:
     """Register the decorated function as the rule of each op.
 
     An op is an overload, or the name of one that a library registers later.  A sample returns the
     op's positional arguments; a dict as last item is the keyword arguments.
     """
 
-    def register(fn: RuleFn) -> RuleFn:
+    def register(fn: F) -> F:
         for op in ops:
             RULES[op] = fn
             SAMPLES[op] = list(samples)

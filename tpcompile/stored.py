@@ -1,4 +1,4 @@
-"""One stored parameter as a DTensor: make it, write into it, gather it; and the state dict hooks."""
+"""One stored parameter as a DTensor: make it, write into it, gather it; state dict hooks."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -43,9 +43,9 @@ class Stored(DTensor):
     @classmethod
     def of(cls, stored: DTensor, layout: ParamLayout, tp_dim: int) -> "Stored":
         """View a parameter (or optimizer state) in storage order."""
-        return cls._wrap(
-            stored.detach().to_local(), stored.device_mesh, stored.placements, layout, tp_dim
-        )
+        with torch.no_grad():
+            local = stored.to_local()
+        return cls._wrap(local, stored.device_mesh, stored.placements, layout, tp_dim)
 
     @classmethod
     def _wrap(

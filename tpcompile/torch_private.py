@@ -5,13 +5,18 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers the ops' fake kernels
 import torch.utils.checkpoint
-from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
+from torch._C import DisableTorchFunction  # documented, not exported
+from torch._C import _set_grad_enabled as set_grad_enabled_call  # what no_grad calls
 from torch._ops import HigherOrderOperator, OpOverload  # types of call targets, public in docs only
+from torch._subclasses.fake_tensor import FakeTensor  # what tracing runs on
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
 from torch.utils import _pytree as pytree  # nested arguments of graph nodes; no public twin for it
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, not exported
 
 __all__ = [
+    "DisableTorchFunction",
+    "FakeTensor",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
@@ -21,6 +26,7 @@ __all__ = [
     "pytree",
     "same_storage",
     "set_checkpoint_hook",
+    "set_grad_enabled_call",
     "shape_guards",
     "sym_expr",
 ]
@@ -36,7 +42,7 @@ def sym_expr(size: Any) -> Any:
 
 
 def shape_guards(fake_mode: Any) -> list[Any]:
-    """sympy conditions that tracing assumed; export keeps them on its shape environment only."""
+    """Conditions (sympy) that tracing assumed; export keeps them on its shape environment only."""
     env = fake_mode.shape_env
     return [] if env is None else [env.simplify(guard.expr) for guard in env.guards]
 

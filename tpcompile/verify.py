@@ -9,6 +9,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from tpcompile import pipeline
+from tpcompile.capture import unflatten_output
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.clone import clone
 from tpcompile.local_group import run_ranks
@@ -157,7 +158,8 @@ def _on_rank(program: Program, axis: Any, model: nn.Module, tensors: list[Tensor
             values_in.append(given[-1])
     module = torch.fx.GraphModule(nn.Module(), program.graph)
     outs = module(*values_in)
-    outputs = list(outs[: program.n_outputs])
+    whole_output = unflatten_output(program.out_spec, list(outs[: program.n_outputs]))
+    outputs = flatten(whole_output, is_tensor)[0]
     loss = _scalar(outputs)
     if loss.requires_grad:
         loss.backward()

@@ -46,9 +46,7 @@ def is_view(program: Program, node: fx.Node) -> bool:
     return first is not None and same_storage(x.meta["val"], first)
 
 
-def scatter(
-    r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
-) -> fx.Node:
+def scatter(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
     """The value of `parent`, so far `current`, once its view `view` has the value `new`."""
     rule = SCATTERS.get(view.target)
     if rule is None:
@@ -82,9 +80,7 @@ def scatter_rule(*ops: Any) -> Callable[[Scatter], Scatter]:
     aten.positive.default,
     *MAY_ALIAS,
 )
-def _same(
-    r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
-) -> fx.Node:
+def _same(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
     return new
 
 
@@ -131,17 +127,13 @@ def _permuted(
 
 
 @scatter_rule(aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist)
-def _moved(
-    r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
-) -> fx.Node:
+def _moved(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
     _, source, destination = view.args
     return r(view.target, new, destination, source)
 
 
 @scatter_rule(aten.slice.Tensor)
-def _sliced(
-    r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
-) -> fx.Node:
+def _sliced(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
     return r(aten.slice_scatter.default, current, new, *view.args[1:], **view.kwargs)
 
 
@@ -150,8 +142,12 @@ def _narrowed(
     r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
 ) -> fx.Node:
     _, dim, begin, length = view.args
-    end = length if begin == 0 else r(operator.add, begin, length) if _has_node(view) else (
-        begin % parent.meta["val"].shape[dim] + length
+    end = (
+        length
+        if begin == 0
+        else r(operator.add, begin, length)
+        if _has_node(view)
+        else (begin % parent.meta["val"].shape[dim] + length)
     )
     return r(aten.slice_scatter.default, current, new, dim, begin, end)
 
@@ -185,9 +181,7 @@ def _as_complex(
 
 
 @scatter_rule(operator.getitem)
-def _item(
-    r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
-) -> fx.Node:
+def _item(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
     """`view` is item i of a split or an unbind of what `parent` splits; `parent` is that list."""
     index = view.args[1]
     if parent.target is aten.unbind.int:

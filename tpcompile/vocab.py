@@ -94,7 +94,9 @@ def sharded_dropout(x: Tensor, p: float, axis: Axis, dim: int, segments: Segment
     if p == 1:
         return x * 0
     # Draws go to the elements in storage order, which ATen's empty_like takes from the input.
-    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    order = list(range(x.ndim))
+    if not x.is_contiguous():
+        order.sort(key=x.stride, reverse=True)
     mask = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
     return x * take(mask, dim, segments, size, rank).div(1 - p)
 
@@ -124,10 +126,9 @@ class _CrossEntropy(torch.autograd.Function):
         offset: int,
         vocab: int,
     ) -> tuple[Tensor, Tensor]:
-        x = logits.to(_accumulate_dtype(logits))
+        highest = wire.all_reduce(_row_max(logits), axis, "max")
+        x = logits - highest.unsqueeze(1)
         weights = x.new_ones(x.shape[1]) if weight is None else weight.to(x.dtype)
-        highest = wire.all_reduce(_row_max(x), axis, "max")
-        x = x - highest.unsqueeze(1)
         kept = target != ignore_index
         index, here = _local_index(target, kept, offset, x.shape[1])
         terms = [_pick(x, index, here), _pick(weights.expand_as(x), index, here)]
@@ -157,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
         index, here = _local_index(target, kept, ctx.offset, logits.shape[1])
         # A mean over no rows has an infinite gradient; an ignored row still gets zero.
         grad = grads[0].masked_fill(~kept, 0).unsqueeze(1)
-        out = (logits.to(norm.dtype) - norm.unsqueeze(1)).exp_().mul_(scale.unsqueeze(1) * grad)
+        out = (logits - norm.unsqueeze(1)).exp_().mul_(scale.unsqueeze(1) * grad)
         if logits.shape[1] > 0:
             hit = ((1 - ctx.smoothing) * row_weight * here).unsqueeze(1)
             out.scatter_add_(1, index.unsqueeze(1), -hit * grad)
@@ -166,13 +167,10 @@ class _CrossEntropy(torch.autograd.Function):
         return out.to(logits.dtype), *[None] * 7
 
 
-def _accumulate_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
 def _row_max(x: Tensor) -> Tensor:
-    """[b, v] -> [b]; a rank without classes does not raise the maximum."""
-    return x.amax(1) if x.shape[1] else x.new_full((x.shape[0],), -torch.inf)
+    """[b, v] -> [b] in float32 at least; a rank without classes does not raise the maximum."""
+    highest = x.amax(1) if x.shape[1] else x.new_full((x.shape[0],), -torch.inf)
+    return highest.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _local_index(target: Tensor, kept: Tensor, offset: int, classes: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from tpcompile.rule import Rule, rule
             {"enable_gqa": True, "is_causal": True},
         ),
         lambda: (randn(4, 6, 8), randn(4, 6, 8), randn(4, 6, 8)),
+        lambda: (randn(8, 6, 4), randn(4, 6, 4), randn(4, 6, 4), {"enable_gqa": True}),
     ],
 )
 def scaled_dot_product_attention(
@@ -43,16 +44,15 @@ def scaled_dot_product_attention(
     if dropout_p:
         return None
     grouped = kwargs.get("enable_gqa", False) and key.shape[-3] not in (1, query.shape[-3])
-    lead = "*b h " if query.ndim > 3 else "*b "
-    heads = "(h r)" if grouped else "h"
-    q_lead = lead.replace("h", heads)
+    lead = "*b h " if query.ndim > 3 or grouped else "*b "
+    q_lead = lead.replace("h", "(h r)") if grouped else lead
     masks = [] if attn_mask is None else [attn_mask]
     if attn_mask is None:
         mask = ""
     elif attn_mask.ndim <= 2:
         mask = ", s t" if attn_mask.ndim == 2 else ", t"
     else:
-        mask = f", {q_lead if query.ndim > 3 else lead}s t"
+        mask = f", {q_lead}s t"
     text = f"{q_lead}s d, {lead}t d, {lead}t e{mask} -> {q_lead}s e"
     return equation(
         text,

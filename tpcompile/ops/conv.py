@@ -160,3 +160,16 @@ _register_resized(
     lambda n: False,
     lambda n: None,
 )
+
+
+@rule(
+    *aten("pixel_shuffle"), samples=[lambda: (randn(2, 12, 3, 4), 2), lambda: (randn(4, 3, 3), 2)]
+)
+def pixel_shuffle(x: Shaped, upscale_factor: int) -> Rule:
+    """x: [*b, (c p q), h, w] -> [*b, c, (h p), (w q)]. p and q whole."""
+    n = upscale_factor
+    sizes = {"c": x.shape[-3] // n**2, "p": n, "q": n}
+    c, p, q = sizes.items()
+    h, w = ("h", x.shape[-2]), ("w", x.shape[-1])
+    text = f"*b {_product(c, p, q)} h w -> *b {_product(c)} {_product(h, p)} {_product(w, q)}"
+    return equation(text, x, whole="p q", sizes=sizes, linear=((0,),))

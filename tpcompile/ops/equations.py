@@ -1,7 +1,7 @@
 """The words rules are written in: equations over shapes, broadcasting, and dims that drop out."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
@@ -52,18 +52,20 @@ def equation(text: str, *tensors: Shaped, **fields: Any) -> Rule:
     """A rule for operands of these shapes.
 
     `*b` stands for as many dims as its operand has left, aligned on the right and broadcast.
-    A dim of size 1 belongs to no factor.  `fields` are those of `Rule.parse`.
+    A dim of size 1 belongs to no factor.  `fields` are those of `Rule.parse`;
+    sets may name factors that have gone.
 
     >>> x, w = torch.empty(2, 1, 6, 8), torch.empty(4, 8)
     >>> str(equation("*b k, n k -> *b n", x, w))
     'b0 1 b2 k, n k -> b0 1 b2 n'
     """
     ins, outs = _specs(text, tuple(tuple(t.shape) for t in tensors))
-    for name in ("whole", "plain", "inner"):
-        if isinstance(fields.get(name), str):
-            fields[name] = frozenset(fields[name].split())
-    if "whole" in fields:
-        fields["whole"] = frozenset(_expand_whole(fields["whole"], ins, outs))
+    known = factors_of(ins) | factors_of(outs)
+    for field in ("whole", "plain", "inner"):
+        if field in fields:
+            fields[field] = frozenset(_matching(fields[field].split(), known))
+    if "sizes" in fields:
+        fields["sizes"] = {name: n for name, n in fields["sizes"].items() if name in known}
     return Rule(ins, outs, **fields)
 
 
@@ -109,15 +111,12 @@ def _drop(dim: DimSpec, gone: set[str]) -> DimSpec:
     return tuple(tuple(name for name in term if name not in gone) for term in dim)
 
 
-def _expand_whole(
-    names: Iterable[str], ins: tuple[Spec, ...], outs: tuple[Spec, ...]
-) -> Iterable[str]:
-    """Names with a starred one (`*s`) spelled out."""
-    known = factors_of(ins) | factors_of(outs)
+def _matching(names: Iterable[str], known: set[str]) -> Iterator[str]:
+    """The known factors among names; `*s` names all those that `*s` stands for."""
     for name in names:
         if name[0] == "*":
             yield from (f for f in known if f.rstrip("0123456789") == name[1:])
-        else:
+        elif name in known:
             yield name
 
 
@@ -162,7 +161,7 @@ def wrap(dim: int, ndim: int) -> int:
 
 def wrap_all(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
     """Dims counted from the front; None or none given means all."""
-    if dims is None or (not isinstance(dims, int) and not len(dims)):
+    if dims is None or ndim == 0 or (not isinstance(dims, int) and not len(dims)):
         return list(range(ndim))
     return [wrap(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims)]
 

@@ -63,12 +63,8 @@ def embedding(
 def gather(x: Shaped, dim: int, index: Shaped, *, sparse_grad: bool = False) -> Rule:
     """x: [*b, n], index: [*b, k] -> [*b, k]. n whole; so are dims of which index takes a part."""
     spec, idx, whole = _beside(x, index, dim)
-    return Rule(
-        (spec, idx),
-        (idx,),
-        whole - names_in(idx[wrap(dim, x.ndim)] for _ in x.shape[:1]),
-        linear=LINEAR,
-    )
+    at = wrap(dim, x.ndim)
+    return Rule((spec, idx), (idx,), whole - names_in(idx[at : at + 1]), linear=LINEAR)
 
 
 def _beside(x: Shaped, index: Shaped, dim: int) -> tuple[Spec, Spec, frozenset[str]]:

@@ -90,9 +90,16 @@ def _of_classes(
     return equation(text, scores, target, *weights, whole=whole, **fields)
 
 
-def _each(operands: tuple[Any, ...], reduction: int, local: Callable[[list[str]], Local]) -> Rule:
-    """The rule of a loss on each element, then reduced over all of them."""
+def _each(
+    operands: tuple[Any, ...], reduction: int, local: Callable[[list[str]], Local]
+) -> Rule | None:
+    """The rule of a loss on each element of (x, target, weights), then reduced over all of them.
+
+    None where x and target are broadcast: ATen's own gradient is wrong then.
+    """
     tensors = [t for t in operands if t is not None]
+    if tuple(tensors[0].shape) != tuple(tensors[1].shape):
+        return None
     ins, out = broadcast([t.shape for t in tensors])
     if reduction == NONE:
         return Rule(tuple(ins), (out,))
@@ -130,7 +137,7 @@ def _samples(*options: Any, **named: Any) -> list[Callable[[], tuple[Any, ...]]]
 
 def elementwise_loss(
     name: str, x: Shaped, target: Shaped, reduction: int = MEAN, *args: Any, **kwargs: Any
-) -> Rule:
+) -> Rule | None:
     """x, target: [*b] -> [*b] or []. A split mean: each rank's sum over the global count."""
     return _each((x, target), reduction, partial(_mean_share, name, 2))
 
@@ -150,7 +157,7 @@ for _name in ("smooth_l1_loss", "huber_loss"):
 )
 def binary_cross_entropy(
     x: Shaped, target: Shaped, weight: Shaped | None = None, reduction: int = MEAN
-) -> Rule:
+) -> Rule | None:
     """x, target, weight: [*b] -> [*b] or []."""
     return _each((x, target, weight), reduction, partial(_mean_share, "binary_cross_entropy", 3))
 
@@ -169,7 +176,7 @@ def binary_cross_entropy_with_logits(
     weight: Shaped | None = None,
     pos_weight: Shaped | None = None,
     reduction: int = MEAN,
-) -> Rule:
+) -> Rule | None:
     """x, target, weight, pos_weight: [*b] -> [*b] or []."""
     local = partial(_mean_share, "binary_cross_entropy_with_logits", 4)
     return _each((x, target, weight, pos_weight), reduction, local)

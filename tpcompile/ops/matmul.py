@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import randn
+from torch import int32, randn, tensor
 
 from tpcompile.ops.equations import Shaped, aten, each_alone, equation, wrap_all
 from tpcompile.rule import DimSpec, Rule, Spec, factors_of, rule
@@ -174,10 +174,24 @@ def tensordot(a: Shaped, b: Shaped, dims_self: list[int], dims_other: list[int])
 
 
 @rule(
-    *aten("_grouped_mm"),
-    samples=[],
+    *aten("bilinear"),
+    samples=[
+        lambda: (randn(2, 3, 4), randn(2, 3, 6), randn(5, 4, 6)),
+        lambda: (randn(3, 4), randn(3, 6), randn(5, 4, 6), randn(5)),
+    ],
 )
-@rule("transformers.grouped_mm_fallback.default", samples=[])
+def bilinear(a: Shaped, b: Shaped, weight: Shaped, bias: Shaped | None = None) -> Rule:
+    """a: [*b, i], b: [*b, j], weight: [n, i, j] -> [*b, n]. A bias keeps i and j whole."""
+    if bias is None:
+        return product("*b i, *b j, n i j -> *b n", a, b, weight)
+    return equation("*b i, *b j, n i j, n -> *b n", a, b, weight, bias, whole="i j")
+
+
+@rule(
+    *aten("_grouped_mm"),
+    "transformers.grouped_mm_fallback.default",
+    samples=[lambda: (randn(6, 24), randn(3, 24, 24), tensor([2, 2, 6], dtype=int32))],
+)
 def grouped_mm(
     x: Shaped, weight: Shaped, offs: Shaped | None = None, bias: Shaped | None = None, *rest: Any
 ) -> Rule | None:

@@ -136,3 +136,37 @@ def cosine_similarity(a: Shaped, b: Shaped, dim: int = 1, eps: float = 1e-8) -> 
     spec, dim = spec_for(a.shape), wrap(dim, a.ndim)
     out = reduced(spec, [dim], keepdim=False)
     return Rule((spec, spec), (out,), names_in((spec[dim],)))
+
+
+@rule(
+    *aten("instance_norm"),
+    samples=[
+        lambda: (randn(4, 6, 3), randn(6), randn(6), None, None, True, 0.1, 1e-5, False),
+        lambda: (randn(4, 6, 3, 2), None, None, None, None, True, 0.1, 1e-5, False),
+    ],
+)
+def instance_norm(
+    x: Shaped,
+    weight: Shaped | None,
+    bias: Shaped | None,
+    running_mean: Shaped | None,
+    running_var: Shaped | None,
+    *rest: Any,
+) -> Rule | None:
+    """x: [n, c, *s], weight, bias: [c] -> [n, c, *s]. s whole. None with running statistics."""
+    if running_mean is not None or running_var is not None:
+        return None
+    given = [w for w in (weight, bias) if w is not None]
+    return equation(f"n c *s{', c' * len(given)} -> n c *s", x, *given, whole="*s")
+
+
+@rule(
+    *aten("prelu"),
+    samples=[lambda: (randn(2, 4, 3), rand(4)), lambda: (randn(2, 4, 3), rand(1))],
+)
+def prelu(x: Any, weight: Any) -> Rule:
+    """x: [n, c, *s], weight: [c] -> [n, c, *s]."""
+    spec = spec_for(x.shape)
+    shared = weight.ndim == 0 or weight.shape[0] == 1
+    channel = ((),) if shared else spec[min(1, x.ndim - 1)]
+    return Rule((spec, (channel,) * weight.ndim), (spec,))

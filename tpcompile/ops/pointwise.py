@@ -36,10 +36,11 @@ NONLINEAR = """
     asinh atanh erf erfc erfinv square square_ abs abs_ floor ceil round trunc frac sign
     isnan isinf isfinite logical_not softplus log_sigmoid mish elu selu celu relu6 hardswish
     hardsigmoid hardtanh leaky_relu leaky_relu_ hardshrink softshrink nan_to_num signbit
+    hardtanh_ relu6_ hardswish_ hardsigmoid_ elu_ mish_
     digamma lgamma exp2 sinc logit special_expit special_log1p
 """
 LINEAR = """
-    neg neg_ negative positive clone contiguous alias detach lift_fresh_copy zeros_like
+    neg neg_ negative positive zero_ clone contiguous alias detach lift_fresh_copy zeros_like
     real conj resolve_conj resolve_neg
 """
 
@@ -287,15 +288,3 @@ def masked_fill(x: Any, mask: Any, value: Any) -> Rule:
 def copy(x: Any, source: Any, *args: Any) -> Rule:
     """x, source: [*b] -> [*b]. Linear in the source; x is only written."""
     return pointwise((x, source), linear=((1,), (0, 1)))
-
-
-@rule(
-    *aten("prelu"),
-    samples=[lambda: (randn(2, 4, 3), rand(4)), lambda: (randn(2, 4, 3), rand(1))],
-)
-def prelu(x: Any, weight: Any) -> Rule:
-    """x: [n, c, *s], weight: [c] -> [n, c, *s]."""
-    (spec,), out = broadcast([x.shape])
-    shared = weight.ndim == 0 or weight.shape[0] == 1
-    channel = ((),) if shared else spec[min(1, x.ndim - 1)]
-    return Rule((spec, (channel,) * weight.ndim), (out,))

@@ -17,7 +17,8 @@ def reshape_rule(source: Sequence[int], target: Sequence[int], local: Local | No
     f2 f1 -> f4 f3  whole: f1 f2 f3 f4
     """
     target = filled(source, target)
-    if prod(source) == 0:
+    # Symbolic sizes may agree only where the capture's guards hold; such a view is replicated.
+    if prod(source) == 0 or prod(source) != prod(target):
         return None
     match = _Match(source, target)
     for ins, outs in _blocks(source, target):

@@ -34,6 +34,7 @@ def along(x: Shaped, dims: Dims, linear: bool = False, n_outs: int = 1) -> Rule:
     *aten("softmax.int log_softmax.int cumprod"),
     samples=[lambda: (randn(2, 4, 6), -1), lambda: (randn(2, 4, 6), 1, {"dtype": torch.float64})],
 )
+@rule(*aten("_softmax _log_softmax"), samples=[lambda: (randn(2, 4, 6), -1, False)])
 @rule(*aten("logcumsumexp"), samples=[lambda: (randn(2, 4, 6), -1)])
 def scan(x: Shaped, dim: int, *args: Any, **kwargs: Any) -> Rule:
     """x: [*b, n] -> [*b, n]. n whole."""
