@@ -58,7 +58,8 @@ class Program:
     def placeholders(self, kind: LeafKind | None = None) -> Iterator[fx.Node]:
         """Placeholder nodes in order, of one kind or all."""
         for node in self.graph.find_nodes(op="placeholder"):
-            if kind is None or self.leaves[node.name].kind == kind:
+            leaf = self.leaves.get(node.name)  # emission adds one that is the model itself
+            if kind is None or (leaf is not None and leaf.kind == kind):
                 yield node
 
     def calls(self) -> Iterator[fx.Node]:

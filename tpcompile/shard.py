@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -15,9 +14,14 @@ from tpcompile import pipeline
 from tpcompile.agreement import agree
 from tpcompile.emit import emit
 from tpcompile.errors import MeshError, TpcompileError
-from tpcompile.optimizer import check_optimizer, remap_parameter
+from tpcompile.optimizer import (
+    check_optimizer,
+    hook_optimizer,
+    remap_parameter,
+    watch_optimizers,
+)
 from tpcompile.parameters import shard_parameters, sharded_for
-from tpcompile.plan import Plan, plan_of
+from tpcompile.plan import plan_of
 from tpcompile.planning import (
     Inputs,
     arguments_of,
@@ -79,11 +83,15 @@ def shard(
     program, args, kwargs = agree(model, decide, group)
     twin = _twin(model)
     pipeline.local(program, (group.group_name, size, rank))
+    pipeline.run(program, pipeline.EMIT)
     layouts = program.extra["layouts"]
     replaced = None
     if optimizer is not None:
         replaced = functools.partial(remap_parameter, optimizer)
     shard_parameters(model, layouts, submesh, replaced)
+    watch_optimizers()
+    if optimizer is not None:
+        hook_optimizer(optimizer)
     layouts = sharded_for(model).layouts  # type: ignore[union-attr]
     runtime = Runtime(
         compile=_Compiler(twin, layouts, (group.group_name, size, rank), sequence_parallel),
@@ -92,9 +100,7 @@ def shard(
     )
     _install(model, runtime)
     variant = emit(program, model, rank)
-    _, key = runtime.variant_for.__globals__["flatten_inputs"](model, args, kwargs)
-    runtime.variants[(key, model.training)] = [variant]
-    runtime.last = variant
+    runtime.add(model, args, kwargs, variant)
     model.__dict__["plan"] = plan_of(program, layouts)
     return model
 
@@ -183,6 +189,7 @@ class _Compiler:
         )
         check_rules(program, strict=False)
         pipeline.local(program, self.axis)
+        pipeline.run(program, pipeline.EMIT)
         return emit(program, model, self.axis[2])
 
 
@@ -200,11 +207,3 @@ def _install(model: nn.Module, runtime: Runtime) -> None:
         {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__},
     )
     model.__dict__[RUNTIME] = runtime
-
-
-def plan_for(model: nn.Module) -> Plan:
-    """The plan of a sharded model."""
-    return model.__dict__["plan"]
-
-
-__all__ = ["dist", "plan_for", "shard"]
