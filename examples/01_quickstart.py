@@ -19,8 +19,9 @@ import tpcompile
 
 TEXT = Path(__file__).parent / "data" / "locks.txt"
 STEPS, BATCH, LENGTH = 30, 4, 128
-TOLERANCE = 1e-6
-"""Both runs are in float64, but for Llama's norms, which compute in float32 whatever the model."""
+TOLERANCE = 1e-4
+"""Both runs are in float64, but Llama's norms round to float32 whatever the model, and AdamW makes
+about 1e-6 of that in a weight. With norms in float64 the two are 1e-13 apart."""
 
 
 def main() -> None:

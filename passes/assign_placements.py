@@ -2,17 +2,17 @@
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import fx
 
-from tpcompile.cost import CostModel, bytes_of
-from tpcompile.dims import Dim
+from tpcompile.cost import CostModel, bytes_of, ticks
+from tpcompile.dims import Dim, ordered
 from tpcompile.facts import facts_of
 from tpcompile.layout import share
-from tpcompile.placement import STAR, P, R, State, Value, conversion_seconds, normal
+from tpcompile.placement import STAR, P, R, State, Value, conversion_ticks, normal
 from tpcompile.program import Program, operands, values
 from tpcompile.solver import Infeasible, solve
 from tpcompile.strategies import Choices, Facts, Strategy
@@ -30,8 +30,8 @@ class Assignment:
     """State of every parameter's storage."""
     delivered: dict[ValueKey, State]
     """The converted form the readers of a value may share, where it has several."""
-    seconds: float
-    """What the solver says the plan costs."""
+    ticks: float
+    """What the solver says the plan costs, picoseconds."""
     choices: Choices
     largest: int = 0
 
@@ -108,6 +108,7 @@ class _Problem:
             self.facts,
             extra["batch"],
             extra["weights"],
+            extra["width"],
             allow_stream=extra["sequence_parallel"] is not False,
         )
         self.pins: dict[str, Any] = extra.get("pins", {})
@@ -154,22 +155,23 @@ class _Problem:
         once = [
             atom
             for i, way in enumerate(ways)
-            for atom in sorted(way, key=lambda a: -a.size)
+            for atom in ordered(way)
             if not any(atom in atoms.leaves(d) for j, d in enumerate(dims) if j != i)
         ]
         return [R, *(a for a in once if not usable(a) and a in self.choices.weights)]
 
     def _resident(self, node: fx.Node, state: State) -> float:
-        val = node.meta["val"]
-        nbytes = bytes_of(val)
-        if isinstance(state, Dim):
-            units = self.choices.hint(state)
-            nbytes *= share(units, self.cost.size, 0) / units
-        return self.cost.resident(nbytes, val.ndim, node in self.facts.trained)
+        return resident_ticks(node, state, self.choices)
 
     def _add_op(self, node: fx.Node) -> None:
-        self.strategies[node] = self.choices.strategies(node)
-        self._variable(node, [s.seconds for s in self.strategies[node]])
+        pinned = [value_of(n)[0] not in self.variable for n in operands(node)]
+        self.strategies[node] = [
+            s
+            for s in self.choices.strategies(node)
+            # A value that depends on no parameter is whole on every rank, never a partial sum.
+            if not any(p and need == P for p, need in zip(pinned, s.ins, strict=True))
+        ]
+        self._variable(node, [s.ticks for s in self.strategies[node]])
 
     def _connect(self, key: ValueKey, readers: list[tuple[fx.Node, int]]) -> None:
         node, index = key
@@ -185,7 +187,7 @@ class _Problem:
             self._deliver(key, value, have, readers, needs, flags)
             return
         for (reader, _), need, flag in zip(readers, needs, flags, strict=True):
-            self._add((node, reader), self._table(value, flag, have, need))
+            self._add((node, reader), self._table(key, value, flag, have, need))
 
     def _needs(self, reader: fx.Node, slot: int) -> list[State]:
         if reader in self.strategies:
@@ -221,12 +223,12 @@ class _Problem:
         self.deliveries[key] = (delivery, forms)
         node = key[0]
         # The last form means: nothing shared, every reader converts what there is.
-        to_form = self._table(value, any(flags), have, forms)
+        to_form = self._table(key, value, any(flags), have, forms)
         first = np.hstack([to_form, np.zeros((len(have), 1))])
         self._add_raw((self.variable[node], delivery), first)
         for (reader, _), need, flag in zip(readers, needs, flags, strict=True):
-            direct = self._table(value, flag, have, need)
-            shared = self._table(value, flag, forms, need)
+            direct = self._table(key, value, flag, have, need)
+            shared = self._table(key, value, flag, forms, need)
             shared = np.vstack([shared, np.full((1, len(need)), np.inf)])
             table = np.minimum(direct[:, None, :], shared[None, :, :])
             if reader in self.variable:
@@ -235,18 +237,34 @@ class _Problem:
                 self._add_raw((self.variable[node], delivery), table[:, :, 0])
 
     def _table(
-        self, value: Value, flag: bool, have: list[State], need: list[State]
+        self, key: ValueKey, value: Value, flag: bool, have: list[State], need: list[State]
     ) -> np.ndarray:
-        value = Value(value.nbytes, flag, value.is_weight, value.is_parameter)
-        local: dict[State, int] = {}
-        code = tuple(s if isinstance(s, str) else local.setdefault(s, len(local)) for s in have)
-        code += ("|", *(s if isinstance(s, str) else local.setdefault(s, len(local)) for s in need))
-        key = (value, code)
-        if key not in self._tables:
-            self._tables[key] = np.array(
-                [[conversion_seconds(value, h, n, self.cost) for n in need] for h in have]
+        """Conversion costs by (have, need); equal tables of equal values are made once."""
+        value = replace(value, trained=flag)
+        dims = key[0].meta["dims"][key[1]]
+        local: dict[State, tuple[int, int]] = {}
+        for state in (*have, *need):
+            if isinstance(state, Dim) and state not in local:
+                local[state] = (len(local), self._place(dims, state))
+        code = tuple(local.get(s, s) for s in have), tuple(local.get(s, s) for s in need)
+        if (value, code) not in self._tables:
+            self._tables[value, code] = np.array(
+                [
+                    [
+                        # Both in one dim: neither is a plain part of the other's piece.
+                        np.inf
+                        if h in local and n in local and h is not n and local[h][1] == local[n][1]
+                        else conversion_ticks(value, h, n, self.cost)
+                        for n in need
+                    ]
+                    for h in have
+                ]
             ).reshape(len(have), len(need))
-        return self._tables[key]
+        return self._tables[value, code]
+
+    def _place(self, dims: tuple[Any, ...], atom: Dim) -> int:
+        leaves = self.choices.atoms.leaves
+        return next(i for i, dim in enumerate(dims) if atom in leaves(dim))
 
     def _add(self, nodes: tuple[fx.Node, fx.Node], table: np.ndarray) -> None:
         source, reader = nodes
@@ -272,14 +290,24 @@ class _Problem:
         )
 
 
+def resident_ticks(node: fx.Node, state: State, choices: Choices) -> float:
+    """Picoseconds that a parameter's local bytes are worth."""
+    val = node.meta["val"]
+    nbytes: float = bytes_of(val)
+    if isinstance(state, Dim):
+        units = choices.hint(state)
+        nbytes *= share(units, choices.cost.size, 0) / units
+    return ticks(choices.cost.resident(nbytes, val.ndim, node in choices.facts.trained))
+
+
 def delivered_path(
     value: Value, have: State, shared: State | None, need: State, cost: CostModel
 ) -> tuple[State, ...]:
     """States on the cheapest way to a reader: directly, or through the shared form."""
     if shared is None:
         return (need,)
-    direct = conversion_seconds(value, have, need, cost)
-    through = conversion_seconds(value, shared, need, cost)
+    direct = conversion_ticks(value, have, need, cost)
+    through = conversion_ticks(value, shared, need, cost)
     return (need,) if direct <= through and shared != need else (shared, need)
 
 

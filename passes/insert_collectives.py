@@ -48,9 +48,11 @@ def insert_collectives(program: Program) -> Program:
     for key, readers in readers_of(program).items():
         have = state_of(key, plan)
         value = describe(key, facts, program)
-        for reader, slot in readers:
+        flags = [reader_trained(value, reader, facts) for reader, _ in readers]
+        value = replace(value, trained=any(flags))
+        for (reader, slot), flag in zip(readers, flags, strict=True):
             need = _need(reader, slot, plan)
-            mine = replace(value, trained=reader_trained(value, reader, facts))
+            mine = replace(value, trained=flag)
             path = delivered_path(mine, have, plan.delivered.get(key), need, cost)
             source = operands(reader)[slot]
             converted = _convert(program, source, reader, have, path, mine, value)

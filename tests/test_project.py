@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from importlib.util import resolve_name
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 
@@ -26,13 +28,17 @@ WRITTEN = [
     if path.is_file() and path.suffix != ".pyc"
 ] + [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
 
-INTERFACE = {
-    f"tpcompile{each}" for each in ("", ".shard", ".verify", ".planning", ".pipeline", ".emit")
+INTERFACE = {"tpcompile"} | {
+    f"tpcompile.{name}" for name in ("sharding", "verification", "planning", "pipeline", "emit")
 }
 """What joins nouns and passes; every other module of tpcompile is a noun."""
 PUBLIC = ("torch.ops.", "torch._check")
 """What torch documents in spite of an underscore."""
-BLOCK = re.compile(r"^```python run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```python run\n(?P<code>.*?)^```\n(?:\n```text\n(?P<prints>.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
+"""A block to run, and where a block of text follows it at once, what it has to print."""
 
 
 def module_name(path: Path) -> str:
@@ -65,19 +71,17 @@ def is_pass(name: str) -> bool:
     return name.startswith("tpcompile.passes")
 
 
-def blocks_of(page: Path) -> list[tuple[int, str]]:
-    """(first line, source) of every block of a page that is marked as one to run."""
-    text = page.read_text()
-    return [(text[: m.start(1)].count("\n"), m[1]) for m in BLOCK.finditer(text)]
-
-
-def run_page(name: str) -> int:
-    """Run the blocks of a page in one namespace; returns how many. Called on every rank."""
-    blocks = blocks_of(ROOT / name)
+def run_page(name: str) -> list[str]:
+    """What each block of a page prints, run in one namespace. Called on every rank."""
+    text = (ROOT / name).read_text()
     namespace: dict[str, object] = {}
-    for line, source in blocks:
-        exec(compile("\n" * line + source, name, "exec"), namespace)
-    return len(blocks)
+    printed = []
+    for block in BLOCK.finditer(text):
+        lines = "\n" * text[: block.start("code")].count("\n")
+        with redirect_stdout(StringIO()) as out:
+            exec(compile(lines + block["code"], name, "exec"), namespace)
+        printed.append(out.getvalue())
+    return printed
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -168,20 +172,32 @@ def test_doctests(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in PAGES])
-def test_code_of_pages_runs(page: str, ranks) -> None:
-    """Blocks marked `python run` run on two ranks, one after the other in one namespace."""
-    blocks = len(blocks_of(ROOT / page))
-    if blocks:
-        assert ranks("test_project:run_page", 2, page) == [blocks, blocks]
+def test_code_of_pages_runs(page: str, ranks, request: pytest.FixtureRequest) -> None:
+    """Blocks marked `python run` run on two ranks and print what the page says they print."""
+    text = (ROOT / page).read_text()
+    blocks = list(BLOCK.finditer(text))
+    if not blocks:
+        return
+    printed, _ = ranks("test_project:run_page", 2, page)
+    if request.config.getoption("--accept"):
+        for block, out in reversed(list(zip(blocks, printed, strict=True))):
+            if block["prints"] is not None:
+                text = text[: block.start("prints")] + out + text[block.end("prints") :]
+        (ROOT / page).write_text(text)
+    else:
+        for block, out in zip(blocks, printed, strict=True):
+            assert block["prints"] in (None, out)
 
 
 def test_readme_opens_with_code_that_runs() -> None:
     """One sentence, then ten lines of Python, which the test above runs."""
     text = (ROOT / "README.md").read_text()
-    first = text.index("```")
-    assert text[first:].startswith("```python run\n")
-    assert text[:first].count(". ") == 0
-    assert len([line for line in blocks_of(ROOT / "README.md")[0][1].splitlines() if line]) == 10
+    block = BLOCK.search(text)
+    assert block is not None
+    assert block.start() == text.index("```")
+    assert text[: block.start()].count(".") == 1
+    assert len([line for line in block["code"].splitlines() if line]) == 10
+    assert block["prints"].startswith("parameter ")
 
 
 @pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in PAGES])

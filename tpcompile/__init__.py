@@ -12,9 +12,9 @@ from tpcompile.errors import (
 )
 from tpcompile.plan import Plan
 from tpcompile.safetensors_files import load_safetensors
-from tpcompile.shard import shard
+from tpcompile.sharding import shard
 from tpcompile.state import full_state_dict, load_state_dict
-from tpcompile.verify import Report, verify
+from tpcompile.verification import Report, verify
 
 __all__ = [
     "CaptureError",

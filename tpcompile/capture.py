@@ -247,10 +247,15 @@ def _first_line(error: Exception | None) -> str:
 
 def _capture_error(model: nn.Module, error: Exception | None) -> CaptureError:
     line = user_line(error) if error else ""
-    where = f"{line}: " if line else ""
+    kind = type(error).__name__
+    fix = "see that model(...) runs by itself on these inputs, and write this with plain torch ops."
+    if "DataDependent" in kind or "UserError" in kind:
+        fix = (
+            "replace Python control flow on tensor values by torch.where or masks, and sizes that "
+            "depend on values by fixed ones."
+        )
     return CaptureError(
         f"cannot capture {type(model).__name__} into one graph.",
-        f"{where}{type(error).__name__}: {_first_line(error)}",
-        "replace Python control flow on tensor values by torch.where, masks or torch.cond, and "
-        "sizes that depend on values by fixed ones.",
+        f"{f'{line}: ' if line else ''}{kind}: {_first_line(error)}",
+        fix,
     )

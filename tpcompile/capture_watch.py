@@ -123,7 +123,7 @@ def _restore(name: str, module: nn.Module, attributes: dict[str, Any]) -> list[s
     for key, value in attributes.items():
         if _is_registry(key) and isinstance(now.get(key), dict):
             registry = now[key]
-            if list(registry.items()) != list(value.items()):
+            if list(registry) != list(value) or any(registry[k] is not value[k] for k in value):
                 registry.clear()
                 registry.update(value)
         elif key not in now or now[key] is not value:

@@ -4,20 +4,26 @@ Sizes are plain ints; a symbolic size is coded as a product of large primes (see
 divisibility of the codes is divisibility of the expressions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from math import prod
 from typing import Any
 
 from tpcompile.layout import Segments
 
 
+_serial = count()
+
+
 class Dim:
     """One class of unified tensor dims: a leaf, a product of dims, or a sum of dims."""
 
-    __slots__ = ("factors", "name", "parent", "size", "terms")
+    __slots__ = ("factors", "name", "parent", "serial", "size", "terms")
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.serial = next(_serial)
+        """Order of creation: sets of dims are walked in it, so that all ranks plan alike."""
         self.parent: Dim | None = None
         self.factors: list[Dim] | None = None
         """Product, major first."""
@@ -203,6 +209,11 @@ class Atoms:
         return self._leaves[root]
 
 
+def ordered(dims: Iterable[Dim]) -> list[Dim]:
+    """Dims in order of creation."""
+    return sorted(dims, key=lambda d: d.serial)
+
+
 def segments_of(dim: Dim, atom: Dim) -> Segments:
     """How `dim` is dealt out when `atom` is; sizes are codes.
 
@@ -279,7 +290,7 @@ class Sizes:
             for symbol in expr.free_symbols - self._prime.keys():
                 self._add(symbol)  # unbacked: a size that depends on data
             value = self._code[expr] = int(expr.subs(self._prime))
-            if expr.free_symbols:
+            if expr.is_Add:  # products are found by division
                 self._expr.setdefault(value, expr)
         return self._code[expr]
 
@@ -293,17 +304,11 @@ class Sizes:
 
     def expr(self, code: int) -> Any:
         """The int or sympy expression a code stands for."""
-        if code < _FIRST_PRIME - 64 or not self._prime:
-            return code
-        if code in self._expr:
-            return self._expr[code]
         left, found = code, 1
-        for symbol, prime in self._prime.items():
-            while left % prime == 0:
-                left //= prime
-                found = found * symbol
-        if left in self._expr:
-            return self._expr[left] * found
+        for known, expr in self._expr.items():
+            while left % known == 0:
+                left //= known
+                found = found * expr
         return left * found
 
 

@@ -1,7 +1,9 @@
 """The one list that joins the passes, and the runner that verifies, times and dumps each."""
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from tpcompile.dump import dump
 from tpcompile.hardware import DEFAULT, Hardware
 from tpcompile.passes.assign_placements import assign_placements
 from tpcompile.passes.bucket_gradients import bucket_gradients
+from tpcompile.passes.certify_cost import certify_cost
 from tpcompile.passes.eliminate_redundant import eliminate_redundant
 from tpcompile.passes.find_dims import find_dims
 from tpcompile.passes.functionalize import functionalize
@@ -20,7 +23,7 @@ from tpcompile.passes.mark_blocks import mark_blocks
 from tpcompile.passes.name_dims import name_dims
 from tpcompile.passes.normalize import normalize
 from tpcompile.passes.split_blocks import split_blocks
-from tpcompile.plan import collectives_of
+from tpcompile.plan import collectives_of, styles_of
 from tpcompile.program import Program
 
 Pass = Callable[[Program], Program]
@@ -32,6 +35,7 @@ PLAN: list[Pass] = [
     assign_placements,
     insert_collectives,
     eliminate_redundant,
+    certify_cost,
     mark_blocks,
 ]
 LOCALIZE: list[Pass] = [localize, bucket_gradients]
@@ -54,14 +58,27 @@ class Stage:
 def run(program: Program, passes: list[Pass], *, dumps: bool = False) -> Program:
     """Run passes in order; after each, check the graph and record a `Stage`."""
     stages: list[Stage] = program.extra.setdefault("stages", [])
-    for step in passes:
-        begin = time.process_time()
-        program = step(program)
-        seconds = time.process_time() - begin
-        program.graph.lint()
-        nodes = sum(1 for _ in program.calls())
-        stages.append(Stage(step.__name__, seconds, nodes, dump(program) if dumps else ""))
+    with _no_collection():
+        for step in passes:
+            begin = time.process_time()
+            program = step(program)
+            seconds = time.process_time() - begin
+            program.graph.lint()
+            nodes = sum(1 for _ in program.calls())
+            stages.append(Stage(step.__name__, seconds, nodes, dump(program) if dumps else ""))
     return program
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Passes make many small objects and little garbage; collecting took a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def plan(
@@ -83,6 +100,7 @@ def plan(
     )
     program = run(program, PLAN, dumps=dumps)
     program.extra["collectives"] = collectives_of(program)
+    program.extra["styles"] = styles_of(program)
     return program
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tpcompile.cost import CostModel
+from tpcompile.cost import CostModel, ticks
 from tpcompile.dims import Dim, text_of
 
 R = "R"
@@ -81,8 +81,8 @@ def normal(state: State, trained: bool) -> State:
     return R if state == STAR and not trained else state
 
 
-def conversion_seconds(value: Value, have: State, need: State, cost: CostModel) -> float:
-    """Forward and backward seconds of bringing a value from one state to another."""
+def conversion_ticks(value: Value, have: State, need: State, cost: CostModel) -> float:
+    """Picoseconds, forward and backward, of bringing a value from one state to another."""
     steps = steps_between(normal(have, value.trained), normal(need, value.trained))
     if steps is None:
         return INFINITE
@@ -90,14 +90,15 @@ def conversion_seconds(value: Value, have: State, need: State, cost: CostModel) 
         return 0.0
     if value.is_weight and not (have in (R, STAR) and (need == STAR or isinstance(need, Dim))):
         return INFINITE
-    total = 0.0
-    for step in steps:
-        if step.forward:
-            total += cost.collective(step.forward, value.nbytes)
-        if value.trained and step.backward:
-            total += (
-                cost.bucketed(value.nbytes)
-                if value.is_parameter and step is COPY
-                else cost.collective(step.backward, value.nbytes)
-            )
-    return total
+    return sum(step_ticks(value, step, cost) for step in steps)
+
+
+def step_ticks(value: Value, step: Step, cost: CostModel) -> float:
+    """Picoseconds of one conversion node."""
+    total = cost.collective(step.forward, value.nbytes) if step.forward else 0.0
+    if value.trained and step.backward:
+        bucket = value.is_parameter and step is COPY
+        total += (
+            cost.bucketed(value.nbytes) if bucket else cost.collective(step.backward, value.nbytes)
+        )
+    return ticks(total)

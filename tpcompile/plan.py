@@ -75,7 +75,8 @@ def plan_of(program: Program, layouts: dict[str, ParamLayout]) -> Plan:
             layout = layouts[leaf.name]
             parameters.append(
                 PlannedParameter(
-                    leaf.name, layout.shape, layout.local_shape(), style_of(node, state),
+                    leaf.name, layout.shape, layout.local_shape(),
+                    program.extra["styles"][leaf.name],
                     state_text(state),
                 )
             )
@@ -84,7 +85,7 @@ def plan_of(program: Program, layouts: dict[str, ParamLayout]) -> Plan:
         tuple(parameters),
         tuple(program.extra["collectives"]),
         tuple(program.extra.get("replicated_ops", ())),
-        assignment.seconds,
+        assignment.ticks * 1e-12,
         tuple(program.notes),
     )
 
@@ -103,6 +104,16 @@ def collectives_of(program: Program) -> tuple[PlannedCollective, ...]:
                 )
             )
     return tuple(found)
+
+
+def styles_of(program: Program) -> dict[str, str]:
+    """Style of every parameter by name."""
+    states = program.extra["assignment"].parameters
+    return {
+        program.leaves[node.name].name: style_of(node, state)
+        for node, state in states.items()
+        if program.leaves[node.name].kind == "parameter"
+    }
 
 
 def style_of(node: Any, state: Any) -> str:

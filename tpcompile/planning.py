@@ -10,11 +10,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tpcompile import pipeline
 from tpcompile.capture import capture
-from tpcompile.dims import Dim, contains
+from tpcompile.dims import Dim, contains, ordered
 from tpcompile.errors import InputError, ShardingError, UnsupportedOpError
 from tpcompile.hf import example_inputs_for
 from tpcompile.placement import R, State, state_text
-from tpcompile.program import Program
+from tpcompile.program import Program, is_dynamic, values
 from tpcompile.storage import ParamLayout
 from tpcompile.strategies import Choices
 
@@ -49,9 +49,24 @@ def captured(
 ) -> Program:
     """The normalized program of one call."""
     program = capture(model, args, kwargs)
+    if program.symbols and not _has_plain_sizes(program):
+        program = capture(model, args, kwargs, dynamic=False)
+        program.notes.append("input sizes are fixed: the model computes sizes by division")
     program.extra["block_paths"] = block_paths(model)
     program.extra.update(_plain_names(model, args, kwargs))
     return pipeline.run(program, pipeline.NORMALIZE, dumps=dumps)
+
+
+def _has_plain_sizes(program: Program) -> bool:
+    """Whether all symbolic sizes are sums of products, which is what naming can code."""
+    exprs = {
+        size.node.expr
+        for node in program.graph.nodes
+        for value in values(node)
+        for size in value.shape
+        if is_dynamic(size)
+    }
+    return all(expr.is_polynomial() for expr in exprs)
 
 
 def _plain_names(
@@ -128,7 +143,7 @@ def _unmet(node: fx.Node, pattern: str, placement: Shard, choices: Choices) -> S
     dims = node.meta["dims"][0]
     reasons = [
         f"{state_text(atom)}: {choices.unusable(atom)}"
-        for atom in sorted(choices.atoms.leaves(dims[placement.dim]), key=lambda a: -a.size)
+        for atom in ordered(choices.atoms.leaves(dims[placement.dim]))
         if choices.unusable(atom)
     ] if placement.dim < len(dims) else [f"it has {len(dims)} dims"]
     found = "; ".join(reasons) or "no part of that dim can be dealt out in this model"

@@ -1,21 +1,21 @@
 """What each op may do: replicate, pass partial sums or partial gradients through, split a dim."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import fx
 
-from tpcompile.cost import CostModel, bytes_of, flops_of
-from tpcompile.dims import Atoms, Dim, MaybeDim, Sizes, segments_of
+from tpcompile.cost import CostModel, bytes_of, flops_of, ticks
+from tpcompile.dims import Atoms, Dim, MaybeDim, Sizes, ordered, segments_of
 from tpcompile.layout import share
 from tpcompile.placement import STAR, P, R, State
 from tpcompile.program import operands, values
 from tpcompile.rule import DimSpec, Rule
 
-_PREFER_WHOLE = 1e-10
-"""Seconds by which sums that stay partial must pay."""
+_PREFER_WHOLE = 100.0
+"""Picoseconds by which sums that stay partial must pay."""
 
 Kind = Literal["replicate", "star", "partial", "split"]
 
@@ -28,7 +28,8 @@ class Strategy:
     ins: tuple[State, ...]
     """State each operand must arrive in."""
     outs: tuple[State, ...]
-    seconds: float
+    ticks: float
+    """Picoseconds of the op itself, forward and backward."""
     split: Dim | None = None
 
 
@@ -55,6 +56,8 @@ class Choices:
     """Leaves of the batch dim: tensor parallelism never splits them."""
     weights: set[Dim]
     """Leaves that occur in a weight matrix; the other leaves are stream dims, such as seq."""
+    width: Dim | None = None
+    """Width of the residual stream."""
     allow_stream: bool = True
     atoms: Atoms = None  # type: ignore[assignment]
 
@@ -70,18 +73,18 @@ class Choices:
         backward = node in self.facts.trained
         work = _Work(node, rule, self.cost, backward)
         n_ins, n_outs = len(inputs), len(values(node))
-        whole = work.seconds(1.0, (False,) * n_ins, (False,) * n_outs)
+        whole = work.ticks(1.0, (False,) * n_ins, (False,) * n_outs)
         found = [Strategy("replicate", (R,) * n_ins, (R,) * n_outs, whole)]
         if rule is None:
             return found
         stars = tuple(STAR if backward and n in self.facts.trained else R for n in inputs)
         if backward:
-            late = found[0].seconds + _PREFER_WHOLE
+            late = found[0].ticks + _PREFER_WHOLE
             found.append(Strategy("star", stars, (STAR,) * n_outs, late))
         for group in rule.linear:
             ins = tuple(P if i in group else s for i, s in enumerate(stars))
             # Of equal plans, the one that sums early rounds less.
-            late = found[0].seconds + _PREFER_WHOLE
+            late = found[0].ticks + _PREFER_WHOLE
             found.append(Strategy("partial", ins, (P,) * n_outs, late))
         found.extend(self._splits(node, rule, inputs, stars, work))
         return found
@@ -105,10 +108,10 @@ class Choices:
             lost = R if inner or not any(has_in) else P
             outs = tuple(atom if h else lost for h in has_out)
             fraction = share(self.hint(atom), self.cost.size, 0) / self.hint(atom)
-            seconds = work.seconds(fraction, has_in, has_out)
+            spent = work.ticks(fraction, has_in, has_out)
             if inner:
-                seconds += 2 * self.cost.collective("all_reduce", work.inner_bytes())
-            found.append(Strategy("split", ins, outs, seconds, atom))
+                spent += 2 * ticks(self.cost.collective("all_reduce", work.inner_bytes()))
+            found.append(Strategy("split", ins, outs, spent, atom))
         return found
 
     def candidates(
@@ -129,7 +132,7 @@ class Choices:
                 inside = self.atoms.leaves(dim)
                 refused |= (seen & inside) | (inside - self.atoms.splitting(dim))
                 seen |= inside
-                leaves.update(dict.fromkeys(sorted(inside, key=id)))
+                leaves.update(dict.fromkeys(ordered(inside)))
         bound: dict[str, Dim] = node.meta["bound"]
         for name in (*rule.whole, *node.meta["conflicts"]):
             if name in bound:
@@ -138,6 +141,8 @@ class Choices:
             if name in bound:
                 refused |= {a for a in self.atoms.splitting(bound[name])
                             if not _is_plain(bound[name], a)}
+        if self._is_table(node, leaves):
+            refused.add(self.width)  # type: ignore[arg-type]
         stream = not self.allow_stream or self._is_weight_contraction(node, rule)
         return [
             atom
@@ -147,6 +152,17 @@ class Choices:
             and not (stream and atom not in self.weights)
             and _is_diagonal(rule, bound, atom, self.atoms)
         ]
+
+    def _is_table(self, node: fx.Node, leaves: Iterable[Dim]) -> bool:
+        """Whether an embedding has rows to split: then it is vocabulary parallel.
+
+        Splitting its width would send less, but leave a tied head without its vocabulary split.
+        """
+        is_lookup = node.target is torch.ops.aten.embedding.default
+        return is_lookup and any(
+            leaf is not self.width and leaf in self.weights and not self.unusable(leaf)
+            for leaf in leaves
+        )
 
     def unusable(self, atom: Dim) -> str:
         """Why a named dim cannot be split at this degree, or ""."""
@@ -215,12 +231,12 @@ class _Work:
         self.outs = [bytes_of(v) for v in outs]
         self.dtype: torch.dtype = outs[0].dtype
 
-    def seconds(self, fraction: float, has_in: Sequence[bool], has_out: Sequence[bool]) -> float:
-        """Seconds with the marked operands and outputs (none: no split) at a fraction."""
+    def ticks(self, fraction: float, has_in: Sequence[bool], has_out: Sequence[bool]) -> float:
+        """Picoseconds with the marked operands and outputs (none: no split) at a fraction."""
         ins = sum(b * fraction if h else b for b, h in zip(self.ins, has_in, strict=True))
         outs = sum(b * fraction if h else b for b, h in zip(self.outs, has_out, strict=True))
         once = self.cost.compute(self.flops * fraction, ins + outs, self.dtype, self.trained)
-        return once + outs * self.cost.activation_byte
+        return ticks(once + outs * self.cost.activation_byte)
 
     def inner_bytes(self) -> float:
         """Bytes of what a rewrite that reduces by itself sends: a few numbers a row."""

@@ -1,0 +1,30 @@
+"""Recompute the plan's cost from the graph that will run, and hold the solver to it."""
+
+from tpcompile.passes.assign_placements import Assignment, resident_ticks
+from tpcompile.placement import step_ticks
+from tpcompile.program import Program
+
+
+def certify_cost(program: Program) -> Program:
+    """Set `extra["certificate"]` to (solver's cost, cost of the graph), in picoseconds.
+
+    Before:  the solver says 1200;  %y = linear(%x, %w)   %r = all_reduce(%y)
+    After:   certificate (1200, 1200): 1000 for linear and its weight, 200 for all_reduce
+
+    Every node of the graph is priced as it stands, so a plan that is not what the solver priced
+    cannot pass.  The graph may only be cheaper: two readers may share a form the solver did not
+    foresee.
+    """
+    plan: Assignment = program.extra["assignment"]
+    cost = plan.choices.cost
+    total = sum(resident_ticks(n, s, plan.choices) for n, s in plan.parameters.items()
+                if program.leaves[n.name].kind == "parameter")
+    for node in program.calls():
+        if node in plan.strategies:
+            total += plan.strategies[node].ticks
+        elif "conversion" in node.meta:
+            what = node.meta["conversion"]
+            total += step_ticks(what.value, what.step, cost)
+    program.extra["certificate"] = (plan.ticks, total)
+    assert total <= plan.ticks, f"the graph costs {total} ps, the solver said {plan.ticks}"
+    return program
