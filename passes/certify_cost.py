@@ -1,7 +1,7 @@
 """Recompute the plan's cost from the graph that will run, and hold the solver to it."""
 
-from tpcompile.passes.assign_placements import Assignment, resident_ticks
 from tpcompile.placement import step_ticks
+from tpcompile.problem import Assignment, resident_ticks
 from tpcompile.program import Program
 
 

@@ -1,9 +1,9 @@
 """Remove and merge collectives that repeat or undo one another."""
 
 from torch import fx
+from tpcompile.passes.insert_collectives import FUNCTIONS, Conversion
 
 from tpcompile import collectives
-from tpcompile.passes.insert_collectives import FUNCTIONS, Conversion
 from tpcompile.placement import ALL_REDUCE, REDUCE_SCATTER, P, R, State
 from tpcompile.program import Program
 
@@ -21,6 +21,7 @@ def eliminate_redundant(program: Program) -> Program:
     After:   %1 = add(%x, %y)      %3 = all_reduce(%1)
     """
     removed: list[str] = program.extra.setdefault("removed", [])
+    _merge_equal(program, removed)
     for node in list(program.calls()):
         if "conversion" in node.meta and _cancel(node):
             removed.append(f"{node.name}: undoes {node.args[0]}")
@@ -30,7 +31,6 @@ def eliminate_redundant(program: Program) -> Program:
     for node in list(program.calls()):
         if _join(node, program):
             removed.append(f"{node.name}: partial sums are added before one all_reduce")
-    _merge_equal(program, removed)
     program.graph.eliminate_dead_code()
     return program
 

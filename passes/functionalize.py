@@ -59,6 +59,8 @@ class _Functionalizer:
     def _visit(self, node: fx.Node) -> None:
         operand = written_operand(node)
         target = self.written.get(operand, operand) if operand else None
+        # asked before operands are replaced: the new values may have other strides
+        shares = operand is None and is_view(self.program, node)
         self._read_current(node)
         if target is not None:
             self._check_gradient(node, target)
@@ -68,7 +70,7 @@ class _Functionalizer:
         if node.target is aten.batch_norm.default:
             for buffer, new in new_running_stats(self.rewriter, node):
                 self._write(self._origin(buffer), new)
-        origin = self._view_of(node)
+        origin = self._view_of(node, shares)
         if origin is not None:
             self.parent[node] = origin
             self.value[node] = (self.version.get(self._base(node), 0), node)
@@ -91,11 +93,11 @@ class _Functionalizer:
     def _origin(self, node: fx.Node) -> fx.Node:
         return self.origins.get(node, node)
 
-    def _view_of(self, node: fx.Node) -> fx.Node | None:
+    def _view_of(self, node: fx.Node, shares: bool) -> fx.Node | None:
         if node.target is operator.getitem:
             source = self._origin(node.args[0])
             return source if source in self.parent else None
-        return self._origin(node.args[0]) if is_view(self.program, node) else None
+        return self._origin(node.args[0]) if shares else None
 
     def _base(self, node: fx.Node) -> fx.Node:
         while node in self.parent:

@@ -7,20 +7,23 @@ from torch import Tensor, fx
 
 from tpcompile import collectives
 from tpcompile.cost import CostModel
-from tpcompile.passes.assign_placements import (
-    Assignment,
-    delivered_path,
-    describe,
-    reader_trained,
-    readers_of,
-)
 from tpcompile.placement import R, State, Step, Value, normal, steps_between
+from tpcompile.problem import Assignment
 from tpcompile.program import Program, operands
+from tpcompile.readers import delivered_path, describe, reader_trained, readers_of
 from tpcompile.strategies import Facts
 
 FUNCTIONS: dict[str, Callable[..., object]] = {
     name: getattr(collectives, name)
-    for name in ("copy", "all_reduce", "reduce_scatter", "all_gather", "split", "all_to_all")
+    for name in (
+        "copy",
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "split",
+        "all_to_all",
+        "to_partial",
+    )
 }
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from tpcompile.passes.insert_collectives import Conversion
 
 from tpcompile.dims import Dim, Sizes, segments_of
 from tpcompile.layout import is_even, share, start
-from tpcompile.passes.assign_placements import Assignment
-from tpcompile.passes.insert_collectives import Conversion
 from tpcompile.placement import State
+from tpcompile.problem import Assignment
 from tpcompile.program import Program, operands
 from tpcompile.rule import DimSpec, Rule, Spec
 from tpcompile.storage import ParamLayout
@@ -244,7 +244,7 @@ def _localize_conversion(node: fx.Node, context: _Context) -> None:
             place = next(i for i, d in enumerate(dims) if d is not None and contains(d, state))
             layouts += [place, context.segments(dims[place], state)]
     flag = {"partial_grad": True} if what.step.partial_grad else {}
-    if what.step.function in ("all_gather", "split") and not flag:
+    if what.step.function in ("all_gather", "split", "to_partial") and not flag:
         flag = {"partial_grad": False}
     node.args, node.kwargs = (source, context.axis, *layouts), flag
 

@@ -154,11 +154,21 @@ def _trace(
         wrapper.found, wrapper.assigned = found, assigned
     wrapper.autocast = autocast_state(tensors)
     with watch_forward(model) as watch, _plain_context(wrapper.autocast), _one_device(model) as to:
-        inputs = [to(t) for t in tensors]
+        inputs = _distinct([to(t) for t in tensors])
         exported = _export(wrapper, inputs, dynamic, strict)
     program = program_from_export(exported, model, names, found[0] if found else None, assigned)
     program.notes += _notes(watch)
     return program
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in place of repeats: export would read one input wherever either is read."""
+    seen: set[int] = set()
+    found = []
+    for t in tensors:
+        found.append(t.detach().clone().requires_grad_(t.requires_grad) if id(t) in seen else t)
+        seen.add(id(t))
+    return found
 
 
 def _export(

@@ -28,14 +28,18 @@ __all__ = [
     "reduce_scatter",
     "sharded_dropout",
     "split",
+    "to_partial",
     "vocab_cross_entropy",
     "vocab_embedding",
 ]
 
 State = Literal["R", "R*", "S", "P"]
 """R replicated; R* replicated, gradient Partial; S split; P Partial, gradient replicated."""
-Move = Literal["none", "all_reduce", "reduce_scatter", "all_gather", "take", "pad", "all_to_all"]
-"""What happens to a tensor; `take` and `pad` (own part, zeros elsewhere) are local."""
+Move = Literal[
+    "none", "all_reduce", "reduce_scatter", "all_gather", "take", "pad", "first", "all_to_all"
+]
+"""What happens to a tensor. Local are `take`, `pad` (own part, zeros elsewhere) and `first` (whole
+on rank 0, zeros on the others)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective("split", "R", "S", "take", "all_gather"),
     Collective("split", "R*", "S", "take", "pad"),
     Collective("all_to_all", "S", "S", "all_to_all", "all_to_all"),
+    Collective("to_partial", "R", "P", "first", "none"),
+    Collective("to_partial", "R*", "P", "first", "first"),
 )
 
 _MOVES: dict[Move, Callable[[Tensor, Axis, Any, Any], Tensor]] = {
@@ -68,6 +74,7 @@ _MOVES: dict[Move, Callable[[Tensor, Axis, Any, Any], Tensor]] = {
     "all_gather": lambda x, axis, source, target: wire.all_gather(x, axis, source),
     "take": lambda x, axis, source, target: wire.take_own(x, axis, target),
     "pad": lambda x, axis, source, target: wire.pad_own(x, axis, source),
+    "first": lambda x, axis, source, target: x.view_as(x) if axis[2] == 0 else torch.zeros_like(x),
     "all_to_all": wire.all_to_all,
 }
 """How to make each move of a tensor split as `source` (None: not split) into one as `target`."""
@@ -115,6 +122,14 @@ def all_to_all(
     """S -> S': the part split along `to_dim` of a value that is split along `dim`."""
     source, target = (dim % x.ndim, segments), (to_dim % x.ndim, to_segments)
     return _convert(x, axis, "all_to_all", "all_to_all", source, target)
+
+
+def to_partial(x: Tensor, axis: Axis, partial_grad: bool = False) -> Tensor:
+    """R -> P (R* -> P if `partial_grad`): counted once, by rank 0, without traffic.
+
+    So a bias can be added to a partial sum, and the sum be reduced together with others.
+    """
+    return _convert(x, axis, "first", "first" if partial_grad else "none")
 
 
 def _convert(

@@ -1,15 +1,18 @@
 """Seconds: what an op, a conversion and a resident byte cost under a placement."""
 
+import math
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from tpcompile.hardware import DEFAULT, Hardware
-from tpcompile.program import operands, values
-from tpcompile.rule import Rule
+from tpcompile.hardware import Hardware
+from tpcompile.profiles import DEFAULT
+
+_ROUNDS = {"all_reduce": 2}
+"""How often a collective goes round the ring; others once."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,15 @@ class CostModel:
     where they can be, as the user who asks for tensor parallelism wants."""
     state_factor: float = 4.0
     """Resident bytes per byte of a trained parameter: itself, its gradient, two Adam moments."""
-    activation_byte: float = 0.0
-    """Seconds a byte of an op's local output is worth, beside the time to move it."""
+    activation_byte: float = 1e-12
+    """Seconds a byte that is kept for the backward pass is worth: a quarter of what computing a
+    transformer block of width 4096 again would take per byte it frees (24 h^2 FLOPs for 34 h
+    bytes a token, at 600 TFLOP/s), as most bytes do fit."""
+    output_byte: float = 0.0
+    """Seconds any byte of an op's output is worth, kept or not: sequence_parallel=True."""
+    split_light: bool = True
+    """Whether ops without a matmul get cheaper by being split: not where the user does not want
+    sequence parallelism, so that nothing but weights decides."""
 
     def collective(self, kind: str, nbytes: float) -> float:
         """Seconds of one collective over a value of `nbytes` (whole, on one device).
@@ -32,21 +42,42 @@ class CostModel:
         Ring volumes per rank: all-reduce 2(t-1)/t of the bytes, all-gather and reduce-scatter
         (t-1)/t, all-to-all (t-1)/t^2 (Thakur, Rabenseifner, Gropp 2005, section 4).
         """
+        return self.latency(kind) + self.volume(kind, nbytes)
+
+    def latency(self, kind: str) -> float:
+        """Seconds of one collective on an empty tensor."""
         if self.size == 1:
             return 0.0
+        return self.hardware.latency(self.size, _ROUNDS.get(kind, 1))
+
+    def volume(self, kind: str, nbytes: float) -> float:
+        """Seconds of one collective beside its latency."""
         moved = nbytes * (self.size - 1) / self.size
-        volume = {"all_reduce": 2 * moved, "all_to_all": moved / self.size}.get(kind, moved)
-        return self.hardware.latency + volume / self.hardware.link_bandwidth
+        sent = {"all_reduce": 2 * moved, "all_to_all": moved / self.size}.get(kind, moved)
+        return sent / self.hardware.bandwidth(self.size)
 
     def bucketed(self, nbytes: float) -> float:
-        """Seconds a parameter's gradient adds to a bucketed all-reduce: volume only."""
-        moved = 2 * nbytes * (self.size - 1) / self.size
-        return moved / self.hardware.link_bandwidth
+        """Seconds a parameter's gradient adds to the all-reduce that a block's gradients share.
 
-    def compute(self, flops: float, nbytes: float, dtype: torch.dtype, trained: bool) -> float:
-        """Seconds of an op's forward and, where trained, backward (twice the forward's work)."""
-        once = max(flops / self.hardware.matmul_rate(dtype), nbytes / self.hardware.memory_bandwidth)
+        Half a latency each: a block that has one such gradient has two, those of its norms.
+        """
+        return self.volume("all_reduce", nbytes) + self.latency("all_reduce") / 2
+
+    def compute(
+        self, flops: float, nbytes: float, dtype: torch.dtype, trained: bool, side: float = math.inf
+    ) -> float:
+        """Seconds of an op's forward and, where trained, backward (twice the forward's work).
+
+        `side` is the smallest dim of its matmul.
+        """
+        moving = nbytes / self.hardware.memory_bandwidth
+        once = self.hardware.launch
+        once += max(flops / self.hardware.matmul_rate(dtype, side), moving)
         return once * (3 if trained else 1)
+
+    def kept(self, nbytes: float, trained: bool) -> float:
+        """Seconds that an op's local output bytes are worth, beside the time to move them."""
+        return nbytes * (self.output_byte + (self.activation_byte if trained else 0.0))
 
     def resident(self, nbytes: float, ndim: int, trained: bool) -> float:
         """Seconds a parameter's local bytes are worth."""
@@ -75,22 +106,3 @@ def hint(size: Any) -> int:
 def bytes_of(value: Tensor) -> int:
     """Bytes of a fake tensor, symbolic sizes at their example values."""
     return prod(map(hint, value.shape)) * value.dtype.itemsize
-
-
-def flops_of(node: fx.Node, rule: Rule | None) -> float:
-    """Multiply-adds of a call times two; zero for ops that only move or map elements."""
-    if rule is None:
-        return 0.0
-    tensors = [n.meta["val"] for n in operands(node)]
-    outs = values(node)
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        return 4.0 * prod(map(hint, tensors[0].shape)) * hint(tensors[1].shape[-2])
-    contracted = rule.contracted() - rule.whole
-    if len(tensors) < 2 or not contracted or not all(t.is_floating_point() for t in tensors):
-        return 0.0
-    depth = {}
-    for spec, tensor in zip(rule.ins, tensors, strict=True):
-        for dim, size in zip(spec, tensor.shape, strict=True):
-            if len(dim) == 1 and len(dim[0]) == 1 and dim[0][0] in contracted:
-                depth[dim[0][0]] = hint(size)
-    return 2.0 * prod(map(hint, outs[0].shape)) * prod(depth.values())

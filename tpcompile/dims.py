@@ -4,8 +4,8 @@ Sizes are plain ints; a symbolic size is coded as a product of large primes (see
 divisibility of the codes is divisibility of the expressions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count, groupby
 from math import prod
 from typing import Any
 
@@ -244,17 +244,23 @@ def contains(dim: Dim, atom: Dim) -> bool:
     return root is atom if parts is None else any(contains(p, atom) for p in parts)
 
 
-def text_of(dim: MaybeDim) -> str:
-    """Readable form: `heads*head_dim`, `q + k + v`, `1`."""
+def plain_name(dim: Dim) -> str:
+    """The dim's name, or its size where it has none."""
+    return dim.name or str(dim.size)
+
+
+def text_of(dim: MaybeDim, named: Callable[[Dim], str] = plain_name) -> str:
+    """Readable form: `heads*head_dim`, `q+k+v`, `2*ffn`, `1`; `named` writes a dim with a name."""
     if dim is None:
         return "1"
     root = dim.root()
+    if root.name or root.is_leaf():
+        return named(root)
     if root.factors is not None:
-        inner = [text_of(f) for f in root.factors]
+        inner = [text_of(f, named) for f in root.factors]
         return "*".join(f"({t})" if "+" in t else t for t in inner)
-    if root.terms is not None:
-        return "+".join(text_of(t) for t in root.terms)
-    return root.name or str(root.size)
+    runs = [(t, len(list(run))) for t, run in groupby(text_of(t, named) for t in root.terms or ())]
+    return "+".join(f"{n}*{t}" if n > 1 else t for t, n in runs)
 
 
 _FIRST_PRIME = 1_000_003

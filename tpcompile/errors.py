@@ -39,3 +39,7 @@ class UnsupportedOpError(TpcompileError):
 
 class CheckpointError(TpcompileError):
     """A state dict does not fit the model."""
+
+
+class HardwareError(TpcompileError):
+    """`hardware=` names no machine that is known."""

@@ -1,44 +1,165 @@
 """What the cost model knows of a machine. All times in seconds, sizes in bytes."""
 
+import dataclasses
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from tpcompile.errors import HardwareError
+
+Curve = tuple[tuple[int, float], ...]
+"""(smallest dim of a matmul, fraction of the peak rate it reaches), ascending."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the devices of a ring reach one another."""
+
+    bandwidth: float
+    """Bytes/s that each device can send and receive at once, as a collective reaches it."""
+    latency: float
+    """Seconds of one hop."""
+    startup: float = 0.0
+    """Seconds a collective takes before the first hop."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and the links of one mesh axis.
-
-    Peak rates are data-sheet numbers; `efficiency` scales them to what large kernels reach.
-    """
+    """One device, the links inside a node and those between nodes."""
 
     name: str
-    flops: dict[torch.dtype, float] = field(hash=False)
+    flops: Mapping[torch.dtype, float] = field(hash=False)
     """Peak matmul rate by dtype, FLOP/s."""
     memory_bandwidth: float
     """Bytes/s."""
-    link_bandwidth: float
-    """Bytes/s each device can send and receive at once."""
-    latency: float
-    """Seconds a collective takes on an empty tensor."""
-    efficiency: float = 0.7
+    memory: float
+    """Bytes a device has."""
+    inside: Link
+    """Links between the devices of one node."""
+    between: Link | None = None
+    """Links between nodes, per device; None: like those inside."""
+    node: int = 8
+    """Devices of one node."""
+    launch: float = 0.0
+    """Seconds an op takes at least, however small its tensors."""
+    efficiency: Curve = ((1, 1.0),)
+    source: str = ""
+    """Where the numbers are from."""
 
-    def matmul_rate(self, dtype: torch.dtype) -> float:
-        """Sustained FLOP/s of a large matmul in `dtype`."""
+    def matmul_rate(self, dtype: torch.dtype, side: float = math.inf) -> float:
+        """Sustained FLOP/s of a matmul whose smallest dim is `side`."""
         peak = self.flops.get(dtype, self.flops[torch.float32])
-        return peak * self.efficiency
+        return peak * fraction_at(self.efficiency, side)
+
+    def crosses(self, size: int, stride: int = 1) -> bool:
+        """Whether a ring of `size` devices, `stride` apart, leaves its node."""
+        return self.between is not None and size * stride > self.node
+
+    def members(self, size: int, stride: int = 1) -> int:
+        """Devices of such a ring that are in one node."""
+        return max(1, min(size, self.node // stride))
+
+    def bandwidth(self, size: int, stride: int = 1) -> float:
+        """Bytes/s a device of such a ring sends.
+
+        A ring that crosses nodes has one network link for each of its devices in a node, as NCCL
+        lays one ring over each; what is inside the node is the upper limit.
+        """
+        if not self.crosses(size, stride):
+            return self.inside.bandwidth
+        assert self.between is not None
+        return min(self.inside.bandwidth, self.members(size, stride) * self.between.bandwidth)
+
+    def latency(self, size: int, rounds: int = 1, stride: int = 1) -> float:
+        """Seconds of an empty collective that passes a ring of `size` devices `rounds` times."""
+        if not self.crosses(size, stride):
+            return self.inside.startup + rounds * (size - 1) * self.inside.latency
+        assert self.between is not None
+        nodes = -(-size // self.members(size, stride))
+        inner, outer = size - nodes, nodes - 1
+        hops = inner * self.inside.latency + outer * self.between.latency
+        return max(self.inside.startup, self.between.startup) + rounds * hops
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON, for `hardware=path`."""
+        fields = dataclasses.asdict(self)
+        fields["flops"] = {str(k).removeprefix("torch."): v for k, v in self.flops.items()}
+        Path(path).write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _gpu(name: str, half: float, single: float, memory: float, link: float) -> Hardware:
-    flops = {torch.bfloat16: half, torch.float16: half, torch.float32: single}
-    flops[torch.float64] = single / 2
-    return Hardware(name, flops, memory, link, latency=6e-6)
+def fraction_at(curve: Curve, side: float) -> float:
+    """The curve at `side`: linear in the logarithm between its points, flat beyond them.
+
+    >>> fraction_at(((64, 0.25), (256, 0.75)), 128)
+    0.5
+    """
+    if side <= curve[0][0]:
+        return curve[0][1] * max(side, 1.0) / curve[0][0]
+    for (low, a), (high, b) in pairwise(curve):
+        if side <= high:
+            return a + (b - a) * math.log(side / low) / math.log(high / low)
+    return curve[-1][1]
 
 
-PROFILES = {
-    # NVIDIA data sheets: dense tensor-core bf16 and TF32, HBM rate, NVLink rate per direction.
-    "a100-nvlink": _gpu("a100-nvlink", 312e12, 156e12, 2.04e12, 300e9),
-    "h100-nvlink": _gpu("h100-nvlink", 989e12, 494e12, 3.35e12, 450e9),
-    "h200-nvlink": _gpu("h200-nvlink", 989e12, 494e12, 4.8e12, 450e9),
-}
-DEFAULT = PROFILES["h100-nvlink"]
+def hardware_for(wanted: "Hardware | str | os.PathLike[str] | None", device: str = "") -> Hardware:
+    """The profile a user asks for: a `Hardware`, a name, a JSON or TOML file; None: the device's.
+
+    Raises:
+        HardwareError: No profile and no file has that name, or the file does not make a profile.
+    """
+    from tpcompile.profiles import PROFILES, default_for
+
+    if wanted is None:
+        return default_for(device)
+    if isinstance(wanted, Hardware):
+        return wanted
+    if isinstance(wanted, str) and wanted in PROFILES:
+        return PROFILES[wanted]
+    path = Path(wanted)
+    if path.is_file():
+        return load(path)
+    raise HardwareError(
+        f"hardware={os.fspath(wanted)!r}",
+        f"no file has that name, and the profiles are {', '.join(PROFILES)}",
+        "use one of those, a Hardware, or a file that tpcompile.calibrate(path=...) wrote",
+    )
+
+
+def load(path: Path) -> Hardware:
+    """The profile a JSON or TOML file describes: the fields of `Hardware` and `Link`.
+
+    Raises:
+        HardwareError: It is neither, or fields are missing, unknown or of another type.
+    """
+    text = path.read_text()
+    try:
+        fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        return _from_fields(fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        names = ", ".join(f.name for f in dataclasses.fields(Hardware))
+        raise HardwareError(
+            f"hardware={str(path)!r}",
+            f"the file does not describe a machine: {error}",
+            f"give the fields {names}; Hardware.save writes such a file",
+        ) from error
+
+
+def _from_fields(fields: dict[str, Any]) -> Hardware:
+    fields = dict(fields)
+    fields["flops"] = {getattr(torch, name): float(v) for name, v in fields["flops"].items()}
+    fields["inside"] = Link(**fields["inside"])
+    if fields.get("between") is not None:
+        fields["between"] = Link(**fields["between"])
+    if "efficiency" in fields:
+        fields["efficiency"] = tuple((int(n), float(v)) for n, v in fields["efficiency"])
+    if torch.float32 not in fields["flops"]:
+        raise ValueError("flops has no float32")
+    return Hardware(**fields)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tpcompile.cost import CostModel
 from tpcompile.dump import dump
-from tpcompile.hardware import DEFAULT, Hardware
+from tpcompile.hardware import Hardware
 from tpcompile.passes.assign_placements import assign_placements
 from tpcompile.passes.bucket_gradients import bucket_gradients
 from tpcompile.passes.certify_cost import certify_cost
@@ -24,6 +24,7 @@ from tpcompile.passes.name_dims import name_dims
 from tpcompile.passes.normalize import normalize
 from tpcompile.passes.split_blocks import split_blocks
 from tpcompile.plan import collectives_of, styles_of
+from tpcompile.profiles import DEFAULT
 from tpcompile.program import Program
 
 Pass = Callable[[Program], Program]
@@ -92,9 +93,14 @@ def plan(
 ) -> Program:
     """Decide and insert: a normalized program to one with placements and collectives."""
     forced = sequence_parallel is True
-    activation_byte = 1e-6 if forced else 0.0
+    output_byte = 1e-6 if forced else 0.0
     program.extra.update(
-        cost=CostModel(size, hardware, activation_byte=activation_byte),
+        cost=CostModel(
+            size,
+            hardware,
+            output_byte=output_byte,
+            split_light=sequence_parallel is not False,
+        ),
         sequence_parallel=sequence_parallel,
         pins=pins or {},
     )

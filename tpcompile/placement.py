@@ -43,11 +43,16 @@ SPLIT = Step("split", "", "all_gather")
 SPLIT_STAR = Step("split", "", "", partial_grad=True)
 ALL_TO_ALL = Step("all_to_all", "all_to_all", "all_to_all")
 
+TO_PARTIAL = Step("to_partial")
+TO_PARTIAL_STAR = Step("to_partial", partial_grad=True)
+
 _KIND = {R: "R", STAR: "R*", P: "P"}
 _STEPS: dict[tuple[str, str], tuple[Step, ...]] = {
     ("R", "R*"): (COPY,),
     ("R", "S"): (SPLIT,),
     ("R*", "S"): (SPLIT_STAR,),
+    ("R", "P"): (TO_PARTIAL,),
+    ("R*", "P"): (TO_PARTIAL_STAR,),
     ("P", "R"): (ALL_REDUCE,),
     ("P", "R*"): (ALL_REDUCE, COPY),
     ("P", "S"): (REDUCE_SCATTER,),

@@ -1,15 +1,25 @@
 """The plan of a model: how each parameter is stored and which collectives run, as a table."""
 
+import json
+import os
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from tpcompile.dims import Dim
+from tpcompile.dims import Dim, contains
+from tpcompile.errors import ShardingError
 from tpcompile.placement import state_text
 from tpcompile.program import Program
 from tpcompile.storage import ParamLayout
+
+VERSION = 1
+"""Of the JSON form."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,9 @@ class PlannedParameter:
     style: str
     """column, row, vocab, split or replicated."""
     placement: str
+    """Which named dim is split: `S(vocab)`, or `R`."""
+    stored: str = "Replicate"
+    """Which dim of its storage is: `Shard(0)`, or `Replicate`."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +59,93 @@ class Plan:
     """(op, module path) of ops without a rule."""
     seconds: float
     notes: tuple[str, ...] = ()
+    hardware: str = ""
+    """Name of the profile that it was made for."""
+    sequence_parallel: bool | str = "auto"
+    """What was asked for."""
 
     def __str__(self) -> str:
         return "\n".join((self._parameter_table(), "", self._collective_table(), *self._notes()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers; `Plan.from_json` undoes it."""
+        counts: Counter[tuple[Any, ...]] = Counter(
+            (c.kind, c.forward, c.backward, c.path, c.nbytes) for c in self.collectives
+        )
+        keys = ("kind", "forward", "backward", "path", "nbytes", "count")
+        return {
+            "version": VERSION,
+            "degree": self.size,
+            "hardware": self.hardware,
+            "sequence_parallel": self.sequence_parallel,
+            "seconds": self.seconds,
+            "parameters": {
+                p.name: {
+                    "placement": p.stored,
+                    "splits": p.placement,
+                    "style": p.style,
+                    "shape": list(p.shape),
+                    "local_shape": list(p.local),
+                }
+                for p in self.parameters
+            },
+            "collectives": [
+                dict(zip(keys, (*key, n), strict=True)) for key, n in counts.items()
+            ],
+            "replicated_ops": [list(each) for each in self.replicated_ops],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_json` wrote; of what people write, `parameters` alone is needed.
+
+        Raises:
+            ShardingError: A version that is not known, or a parameter without a placement.
+        """
+        if data.get("version", VERSION) != VERSION:
+            raise ShardingError(
+                f"cannot read a plan of version {data['version']}.",
+                f"this tpcompile reads version {VERSION}.",
+                "save the plan again with this version, or use the one that wrote it",
+            )
+        return cls(
+            size=data.get("degree", 0),
+            parameters=tuple(_parameter(n, each) for n, each in data["parameters"].items()),
+            collectives=tuple(
+                PlannedCollective(c["kind"], c["path"], c["forward"], c["backward"], c["nbytes"])
+                for c in data.get("collectives", ())
+                for _ in range(c["count"])
+            ),
+            replicated_ops=tuple((op, path) for op, path in data.get("replicated_ops", ())),
+            seconds=data.get("seconds", 0.0),
+            notes=tuple(data.get("notes", ())),
+            hardware=data.get("hardware", ""),
+            sequence_parallel=data.get("sequence_parallel", "auto"),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, one parameter a line, to be read, edited and loaded."""
+        Path(path).write_text(json_text(self.to_json()))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """The plan in a file.
+
+        Raises:
+            ShardingError: The file is no plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            if not isinstance(data["parameters"], dict):
+                raise TypeError("parameters is not a dict by name")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ShardingError(
+                f"cannot read a plan from {os.fspath(path)}.",
+                f"{type(error).__name__}: {error}.",
+                "pass a file that Plan.save wrote, or placements by parameter name",
+            ) from error
+        return cls.from_json(data)
 
     def _parameter_table(self) -> str:
         rows = _fold([(p.name, p.shape, p.local, p.style, p.placement) for p in self.parameters])
@@ -65,9 +162,61 @@ class Plan:
         return [*head, *self.notes]
 
 
+def json_text(data: Mapping[str, Any]) -> str:
+    """JSON with one line an entry of the second level, so that a change is one line of a diff."""
+    parts = []
+    for key, value in data.items():
+        items = list(value.items()) if isinstance(value, dict) else None
+        rows = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in items or ()]
+        if isinstance(value, list):
+            rows = [json.dumps(each) for each in value]
+        ends = "{}" if items is not None else "[]"
+        inner = f"{ends[0]}\n    " + ",\n    ".join(rows) + f"\n  {ends[1]}"
+        parts.append(f"  {json.dumps(key)}: {inner if rows else json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def placement_text(placement: Placement) -> str:
+    """`Shard(0)` or `Replicate`, as a plan's file has it."""
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate"
+
+
+def placement_from(text: str) -> Placement:
+    """The placement of a text: `Shard(dim)` or `Replicate`.
+
+    >>> placement_from("Shard(0)"), placement_from("Replicate")
+    (Shard(dim=0), Replicate())
+    """
+    found = re.fullmatch(r"Shard\((?:dim=)?(-?\d+)\)", text.replace(" ", ""))
+    if found:
+        return Shard(int(found[1]))
+    if text in ("Replicate", "Replicate()"):
+        return Replicate()
+    raise ShardingError(
+        f"cannot read the placement {text!r}.",
+        'it is neither "Shard(dim)" nor "Replicate".',
+        'write "Shard(0)" to split dim 0, "Shard(1)" to split dim 1, or "Replicate"',
+    )
+
+
+def _parameter(name: str, data: Mapping[str, Any] | str) -> PlannedParameter:
+    each = {"placement": data} if isinstance(data, str) else data
+    if "placement" not in each:
+        raise ShardingError(
+            f"cannot read the plan of {name}.",
+            f"it has {', '.join(each) or 'nothing'}, but no placement.",
+            'give it "placement": "Shard(0)" or "Replicate"',
+        )
+    return PlannedParameter(
+        name, tuple(each.get("shape", ())), tuple(each.get("local_shape", ())),
+        each.get("style", ""), each.get("splits", ""), placement_text(placement_from(each["placement"])),
+    )
+
+
 def plan_of(program: Program, layouts: dict[str, ParamLayout]) -> Plan:
     """The plan a planned (and localised) program stands for."""
     assignment = program.extra["assignment"]
+    cost = program.extra["cost"]
     parameters = []
     for node, state in assignment.parameters.items():
         leaf = program.leaves[node.name]
@@ -78,15 +227,18 @@ def plan_of(program: Program, layouts: dict[str, ParamLayout]) -> Plan:
                     leaf.name, layout.shape, layout.local_shape(),
                     program.extra["styles"][leaf.name],
                     state_text(state),
+                    "Replicate" if layout.dim is None else f"Shard({layout.dim})",
                 )
             )
     return Plan(
-        program.extra["cost"].size,
+        cost.size,
         tuple(parameters),
         tuple(program.extra["collectives"]),
         tuple(program.extra.get("replicated_ops", ())),
         assignment.ticks * 1e-12,
         tuple(program.notes),
+        cost.hardware.name,
+        program.extra["sequence_parallel"],
     )
 
 
@@ -120,8 +272,6 @@ def style_of(node: Any, state: Any) -> str:
     """The Megatron name of a parameter's placement, from how its readers use the split dim."""
     if not isinstance(state, Dim):
         return "replicated"
-    from tpcompile.dims import contains
-
     for user in node.users:
         rule = user.meta.get("rule")
         if rule is None:
@@ -135,8 +285,6 @@ def style_of(node: Any, state: Any) -> str:
 
 def _fold(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Rows that differ in one number of the name become one with a count."""
-    import re
-
     found: dict[tuple[Any, ...], int] = {}
     for name, shape, local, style, placement in rows:
         def fold(text: str) -> str:

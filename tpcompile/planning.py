@@ -1,27 +1,18 @@
 """From a model and example inputs to a planned program, before any rank is involved."""
 
-import fnmatch
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch import Tensor, nn
 
 from tpcompile import pipeline
 from tpcompile.capture import capture
-from tpcompile.dims import Dim, contains, ordered
-from tpcompile.errors import InputError, ShardingError, UnsupportedOpError
+from tpcompile.errors import InputError, UnsupportedOpError
 from tpcompile.hf import example_inputs_for
-from tpcompile.placement import R, State, state_text
 from tpcompile.program import Program, is_dynamic, values
-from tpcompile.storage import ParamLayout
-from tpcompile.strategies import Choices
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor | None
-Pin = Callable[[fx.Node, list[State], Choices], list[State]]
-"""(parameter, its states, choices) -> the states that remain."""
-
 
 def arguments_of(model: nn.Module, example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of the forward call that `example_inputs` stands for.
@@ -96,84 +87,9 @@ def block_paths(model: nn.Module) -> set[str]:
     return found
 
 
-def pins_from_plan(model: nn.Module, plan: Mapping[str, Placement] | None) -> dict[str, Pin]:
-    """Pins by parameter name from a `plan=` of name patterns.
-
-    Raises:
-        ShardingError: A pattern names no parameter, or a placement is not Shard or Replicate.
-    """
-    pins: dict[str, Pin] = {}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern, placement in (plan or {}).items():
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise ShardingError(
-                f"plan= places {pattern!r}",
-                f"no parameter of {type(model).__name__} has that name",
-                f"names look like {names[0]!r}; * matches any part of a name",
-            )
-        pins.update(dict.fromkeys(matching, _pin(pattern, placement)))
-    return pins
-
-
-def _pin(pattern: str, placement: Placement) -> Pin:
-    if not isinstance(placement, (Shard, Replicate)):
-        raise ShardingError(
-            f"plan= places {pattern!r} as {placement!r}",
-            "a parameter can be Shard(dim) or Replicate()",
-            "use one of torch.distributed.tensor's Shard and Replicate",
-        )
-
-    def keep(node: fx.Node, states: list[State], choices: Choices) -> list[State]:
-        if isinstance(placement, Replicate):
-            return [R]
-        dims = node.meta["dims"][0]
-        dim = placement.dim % max(len(dims), 1)
-        wanted = dims[dim] if dim < len(dims) else None
-        kept = [s for s in states if isinstance(s, Dim) and wanted is not None and contains(wanted, s)]
-        if not kept:
-            raise _unmet(node, pattern, placement, choices)
-        return kept
-
-    return keep
-
-
-def _unmet(node: fx.Node, pattern: str, placement: Shard, choices: Choices) -> ShardingError:
-    shape = list(node.meta["val"].shape)
-    dims = node.meta["dims"][0]
-    reasons = [
-        f"{state_text(atom)}: {choices.unusable(atom)}"
-        for atom in ordered(choices.atoms.leaves(dims[placement.dim]))
-        if choices.unusable(atom)
-    ] if placement.dim < len(dims) else [f"it has {len(dims)} dims"]
-    found = "; ".join(reasons) or "no part of that dim can be dealt out in this model"
-    return ShardingError(
-        f"plan= asks for {pattern!r} as Shard({placement.dim}), shape {shape}, "
-        f"on {choices.cost.size} ranks",
-        found,
-        "use a degree that divides it, or drop it from plan= and let tpcompile choose",
-    )
-
-
-def pins_from_layouts(layouts: Mapping[str, ParamLayout]) -> dict[str, Pin]:
-    """Pins that keep every parameter stored as it is, for another capture of a sharded model."""
-    return {name: _as_stored(layout) for name, layout in layouts.items()}
-
-
-def _as_stored(layout: ParamLayout) -> Pin:
-    from tpcompile.passes.localize import layout_for
-
-    def keep(node: fx.Node, states: list[State], choices: Choices) -> list[State]:
-        same = [s for s in states if layout_for(node, s, choices.sizes, layout.size) == layout]
-        assert same, f"{node}: no state is stored as {layout}"
-        return same
-
-    return keep
-
-
 def check_rules(program: Program, *, strict: bool) -> None:
     """Warn of, or with `strict` refuse, ops without a rule; list them for the plan."""
-    from tpcompile.passes.assign_placements import Assignment
+    from tpcompile.problem import Assignment
 
     plan: Assignment = program.extra["assignment"]
     bare = [

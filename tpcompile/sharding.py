@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from tpcompile import pipeline
 from tpcompile.agreement import agree
@@ -21,14 +20,13 @@ from tpcompile.optimizer import (
     watch_optimizers,
 )
 from tpcompile.parameters import shard_parameters, sharded_for
+from tpcompile.pins import PlanLike, pins_from_layouts, pins_from_plan, sequence_parallel_for
 from tpcompile.plan import plan_of
 from tpcompile.planning import (
     Inputs,
     arguments_of,
     captured,
     check_rules,
-    pins_from_layouts,
-    pins_from_plan,
 )
 from tpcompile.program import Program
 from tpcompile.runtime import RUNTIME, Runtime, ShardedModule, Variant
@@ -41,7 +39,7 @@ def shard(
     *,
     axis: str = "tp",
     sequence_parallel: bool | str = "auto",
-    plan: Mapping[str, Placement] | None = None,
+    plan: PlanLike = None,
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = False,
 ) -> nn.Module:
@@ -54,8 +52,8 @@ def shard(
             positional ones, or one tensor.  None: made from a Hugging Face model's config.
         axis: Name of the mesh axis to shard over.
         sequence_parallel: "auto" lets the cost decide; True and False pin it.
-        plan: Placements (`Shard(dim)`, `Replicate()`) by parameter name pattern; the rest is
-            solved around them.
+        plan: Placements (`Shard(dim)`, `Replicate()`) by parameter name pattern, a `Plan` or the
+            file of one; the rest is solved around them.
         optimizer: An optimizer made earlier; its groups and state follow the new parameters.
         strict: Refuse ops without a rule instead of replicating them.
 
@@ -76,7 +74,8 @@ def shard(
         args, kwargs = arguments_of(model, example_inputs)
         pins = pins_from_plan(model, plan)
         program = captured(model, args, kwargs)
-        pipeline.plan(program, size, sequence_parallel=sequence_parallel, pins=pins)
+        asked = sequence_parallel_for(sequence_parallel, plan)
+        pipeline.plan(program, size, sequence_parallel=asked, pins=pins)
         check_rules(program, strict=strict)
         return program, args, kwargs
 
@@ -94,7 +93,9 @@ def shard(
         hook_optimizer(optimizer)
     layouts = sharded_for(model).layouts  # type: ignore[union-attr]
     runtime = Runtime(
-        compile=_Compiler(twin, layouts, (group.group_name, size, rank), sequence_parallel),
+        compile=_Compiler(
+            twin, layouts, (group.group_name, size, rank), program.extra["sequence_parallel"]
+        ),
         size=size,
         forward=model.forward,
     )

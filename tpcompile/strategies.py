@@ -1,18 +1,19 @@
 """What each op may do: replicate, pass partial sums or partial gradients through, split a dim."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import fx
 
-from tpcompile.cost import CostModel, bytes_of, flops_of, ticks
+from tpcompile.cost import CostModel, ticks
 from tpcompile.dims import Atoms, Dim, MaybeDim, Sizes, ordered, segments_of
 from tpcompile.layout import share
 from tpcompile.placement import STAR, P, R, State
 from tpcompile.program import operands, values
 from tpcompile.rule import DimSpec, Rule
+from tpcompile.work import Work
 
 _PREFER_WHOLE = 100.0
 """Picoseconds by which sums that stay partial must pay."""
@@ -71,7 +72,7 @@ class Choices:
         inputs = operands(node)
         rule: Rule | None = node.meta["rule"]
         backward = node in self.facts.trained
-        work = _Work(node, rule, self.cost, backward)
+        work = Work(node, rule, self.cost, backward)
         n_ins, n_outs = len(inputs), len(values(node))
         whole = work.ticks(1.0, (False,) * n_ins, (False,) * n_outs)
         found = [Strategy("replicate", (R,) * n_ins, (R,) * n_outs, whole)]
@@ -95,7 +96,7 @@ class Choices:
         rule: Rule,
         inputs: list[fx.Node],
         stars: tuple[State, ...],
-        work: "_Work",
+        work: Work,
     ) -> list[Strategy]:
         in_dims = [n.meta["dims"][0] for n in inputs]
         out_dims = node.meta["dims"]
@@ -110,7 +111,8 @@ class Choices:
             fraction = share(self.hint(atom), self.cost.size, 0) / self.hint(atom)
             spent = work.ticks(fraction, has_in, has_out)
             if inner:
-                spent += 2 * ticks(self.cost.collective("all_reduce", work.inner_bytes()))
+                # Without latency: what a few numbers a row save is not having the rows whole.
+                spent += 2 * ticks(self.cost.volume("all_reduce", work.inner_bytes()))
             found.append(Strategy("split", ins, outs, spent, atom))
         return found
 
@@ -143,7 +145,12 @@ class Choices:
                             if not _is_plain(bound[name], a)}
         if self._is_table(node, leaves):
             refused.add(self.width)  # type: ignore[arg-type]
-        stream = not self.allow_stream or self._is_weight_contraction(node, rule)
+        contracts = self._is_weight_contraction(node, rule)
+        if not contracts and not all(n in self.facts.only_parameters for n in operands(node)):
+            # A residual stream split by width would save what one split by sequence saves, for
+            # small all-reduces in every norm; only a column parallel linear may make one.
+            refused.add(self.width)  # type: ignore[arg-type]
+        stream = not self.allow_stream or contracts
         return [
             atom
             for atom in leaves
@@ -218,28 +225,3 @@ def _is_diagonal(rule: Rule, bound: dict[str, Dim], atom: Dim, atoms: Atoms) -> 
 
 def _names(dim: DimSpec) -> set[str]:
     return {name for term in dim for name in term}
-
-
-class _Work:
-    """FLOPs and bytes of one call, for pricing its strategies."""
-
-    def __init__(self, node: fx.Node, rule: Rule | None, cost: CostModel, trained: bool) -> None:
-        self.cost, self.trained = cost, trained
-        self.flops = flops_of(node, rule)
-        self.ins = [bytes_of(n.meta["val"]) for n in operands(node)]
-        outs = values(node)
-        self.outs = [bytes_of(v) for v in outs]
-        self.dtype: torch.dtype = outs[0].dtype
-
-    def ticks(self, fraction: float, has_in: Sequence[bool], has_out: Sequence[bool]) -> float:
-        """Picoseconds with the marked operands and outputs (none: no split) at a fraction."""
-        ins = sum(b * fraction if h else b for b, h in zip(self.ins, has_in, strict=True))
-        outs = sum(b * fraction if h else b for b, h in zip(self.outs, has_out, strict=True))
-        once = self.cost.compute(self.flops * fraction, ins + outs, self.dtype, self.trained)
-        return ticks(once + outs * self.cost.activation_byte)
-
-    def inner_bytes(self) -> float:
-        """Bytes of what a rewrite that reduces by itself sends: a few numbers a row."""
-        return float(max(self.outs[0], 4))
-
-

@@ -13,8 +13,9 @@ from tpcompile.capture import unflatten_output
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.clone import clone
 from tpcompile.local_group import run_ranks
+from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
 from tpcompile.plan import Plan, plan_of
-from tpcompile.planning import Inputs, arguments_of, captured, check_rules, pins_from_plan
+from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.program import Program, values
 from tpcompile.storage import ParamLayout
 from tpcompile.structure import flatten, is_tensor
@@ -66,7 +67,7 @@ def verify(
     *,
     tp: int,
     sequence_parallel: bool | str = "auto",
-    plan: Any = None,
+    plan: PlanLike = None,
     seed: int = 0,
     strict: bool = False,
 ) -> Report:
@@ -80,7 +81,10 @@ def verify(
     args, kwargs = arguments_of(model, example_inputs)
     program = captured(model, args, kwargs)
     pipeline.plan(
-        program, tp, sequence_parallel=sequence_parallel, pins=pins_from_plan(model, plan)
+        program,
+        tp,
+        sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
+        pins=pins_from_plan(model, plan),
     )
     check_rules(program, strict=strict)
     tensors, structure, names = bind_inputs(model, args, kwargs)

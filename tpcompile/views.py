@@ -20,13 +20,13 @@ Scatter = Callable[[Rewriter, fx.Node, fx.Node, fx.Node, fx.Node], fx.Node]
 value until then being `current`."""
 SCATTERS: dict[Any, Scatter] = {}
 
-MAY_ALIAS = {
+DROPOUTS = {
     aten.dropout.default,
     aten.alpha_dropout.default,
     aten.feature_dropout.default,
     aten.feature_alpha_dropout.default,
 }
-"""Ops that give their operand back in eval mode, which their schemas do not say."""
+"""Ops that give their operand back in eval mode: schemas do not say so, fake tensors do not do so."""
 
 
 def is_view(program: Program, node: fx.Node) -> bool:
@@ -37,9 +37,10 @@ def is_view(program: Program, node: fx.Node) -> bool:
     # lift_fresh's operand is a literal of the source, made anew in every call
     if node.target is aten.lift_fresh.default:
         return False
-    returns = node.target._schema.returns
-    annotated = any(r.alias_info is not None for r in returns)
-    if not annotated and node.target not in MAY_ALIAS:
+    if node.target in DROPOUTS:
+        p, train = node.args[1:3]
+        return p == 0 or not train
+    if all(r.alias_info is None for r in node.target._schema.returns):
         return False
     result = fake_value(node.target, node.args, node.kwargs, fake_mode_for(program))
     first = result if isinstance(result, Tensor) else next(iter(result), None)
@@ -78,7 +79,7 @@ def scatter_rule(*ops: Any) -> Callable[[Scatter], Scatter]:
     aten.to.other,
     aten.type_as.default,
     aten.positive.default,
-    *MAY_ALIAS,
+    *DROPOUTS,
 )
 def _same(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
     return new

@@ -56,7 +56,7 @@ def reduce_scatter(x: Tensor, axis: Axis, layout: Layout) -> Tensor:
     elif _is_stacked(x.shape, layout):
         stacked = x.reshape(-1)
     else:
-        stacked = torch.cat(_parts(x, layout, size)).view(-1)
+        stacked = torch.cat(_parts(x, layout, size)).reshape(-1)  # cat keeps the parts' strides
     return _cut(_reduce_scatter_chunks(stacked, axis), shapes[rank])
 
 

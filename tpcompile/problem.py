@@ -1,0 +1,272 @@
+"""The choice of placements as a problem for the solver: a variable a decision, a table a cost."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from tpcompile.cost import CostModel, bytes_of, ticks
+from tpcompile.dims import Dim, ordered
+from tpcompile.facts import facts_of
+from tpcompile.placement import P, R, State, Value, conversion_ticks
+from tpcompile.program import Program, values
+from tpcompile.readers import ValueKey, describe, reader_trained, readers_of
+from tpcompile.solver import Factor, Solution, solve
+from tpcompile.strategies import Choices, Facts, Strategy
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What a user asks of one parameter."""
+
+    text: str
+    """As the user wrote it: `'*.up.weight' as Shard(0)`."""
+    keep: Callable[[fx.Node, list[State], Choices], list[State]]
+    """(parameter, its states, choices) -> the states that remain, at least one."""
+
+
+@dataclass
+class Assignment:
+    """The chosen plan of one program."""
+
+    strategies: dict[fx.Node, Strategy]
+    """Of every call that is not pinned to replicated."""
+    parameters: dict[fx.Node, State]
+    """State of every parameter's storage."""
+    delivered: dict[ValueKey, State]
+    """The converted form the readers of a value may share, where it has several."""
+    ticks: float
+    """What the solver says the plan costs, picoseconds."""
+    problem: "Problem"
+    """What was solved, to be solved again with something forbidden."""
+    largest: int = 0
+
+    @property
+    def choices(self) -> Choices:
+        """What each op could have done."""
+        return self.problem.choices
+
+
+@dataclass
+class Problem:
+    """Domains and cost tables of one program; `solve` may be asked again with other pins."""
+
+    program: Program
+    domains: list[int] = field(default_factory=list)
+    factors: list[tuple[tuple[int, ...], np.ndarray]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        extra = self.program.extra
+        self.cost: CostModel = extra["cost"]
+        self.facts: Facts = extra.setdefault("facts", facts_of(self.program))
+        self.choices = Choices(
+            self.cost,
+            extra["sizes"],
+            self.facts,
+            extra["batch"],
+            extra["weights"],
+            extra["width"],
+            allow_stream=extra["sequence_parallel"] is not False,
+        )
+        self.pins: dict[str, Pin] = extra.get("pins", {})
+        self.variable: dict[fx.Node, int] = {}
+        self.strategies: dict[fx.Node, list[Strategy]] = {}
+        self.states: dict[fx.Node, list[State]] = {}
+        self.deliveries: dict[ValueKey, tuple[int, list[State]]] = {}
+        self._tables: dict[Any, np.ndarray] = {}
+        self.pinned: dict[str, Factor] = {}
+        """Parameter name -> the table that forbids the states its pin does not keep."""
+        self._build()
+
+    def kept(self, name: str) -> list[State]:
+        """The states that the pin of a parameter keeps."""
+        (variable,), mask = self.pinned[name]
+        node = next(n for n in self.states if self.variable[n] == variable)
+        return [s for s, price in zip(self.states[node], mask, strict=True) if price == 0]
+
+    def _build(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._add_leaf(node)
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                depends = node in self.facts.from_parameters or node in self.facts.trained
+                if depends and values(node):
+                    self._add_op(node)
+        for key, readers in readers_of(self.program).items():
+            if key[0] in self.variable:
+                self._connect(key, readers)
+
+    def _variable(self, node: fx.Node, prices: list[float]) -> None:
+        self.variable[node] = len(self.domains)
+        self.domains.append(len(prices))
+        self.factors.append(((self.variable[node],), np.array(prices)))
+
+    def _add_leaf(self, node: fx.Node) -> None:
+        kind = self.program.leaves[node.name].kind
+        if kind == "parameter":
+            states = self.states[node] = self._parameter_states(node)
+            self._variable(node, [resident_ticks(node, s, self.choices) for s in states])
+            self._pin(node, states)
+        elif node in self.facts.trained:
+            self.states[node] = [R]
+            self._variable(node, [0.0])
+
+    def _pin(self, node: fx.Node, states: list[State]) -> None:
+        name = self.program.leaves[node.name].name
+        if name in self.pins:
+            kept = self.pins[name].keep(node, states, self.choices)
+            mask = np.array([0.0 if s in kept else np.inf for s in states])
+            self.pinned[name] = ((self.variable[node],), mask)
+
+    def _parameter_states(self, node: fx.Node) -> list[State]:
+        atoms, usable = self.choices.atoms, self.choices.unusable
+        dims = node.meta["dims"][0]
+        ways = [atoms.splitting(d) for d in dims]
+        once = [
+            atom
+            for i, way in enumerate(ways)
+            for atom in ordered(way)
+            if not any(atom in atoms.leaves(d) for j, d in enumerate(dims) if j != i)
+        ]
+        return [R, *(a for a in once if not usable(a) and a in self.choices.weights)]
+
+    def _add_op(self, node: fx.Node) -> None:
+        self.strategies[node] = self.choices.strategies(node)
+        self._variable(node, [s.ticks for s in self.strategies[node]])
+
+    def _connect(self, key: ValueKey, readers: list[tuple[fx.Node, int]]) -> None:
+        node, index = key
+        value = describe(key, self.facts, self.program)
+        have = (
+            [s.outs[index] for s in self.strategies[node]]
+            if node in self.strategies
+            else self.states[node]
+        )
+        needs = [self._needs(reader, slot) for reader, slot in readers]
+        flags = [reader_trained(value, reader, self.facts) for reader, _ in readers]
+        if len(readers) > 1 and self._worth_sharing(have, needs):
+            self._deliver(key, value, have, readers, needs, flags)
+            return
+        for (reader, _), need, flag in zip(readers, needs, flags, strict=True):
+            self._add((node, reader), self._table(key, value, flag, have, need))
+
+    def _needs(self, reader: fx.Node, slot: int) -> list[State]:
+        if reader in self.strategies:
+            return [s.ins[slot] for s in self.strategies[reader]]
+        return [R]
+
+    def _worth_sharing(self, have: list[State], needs: list[list[State]]) -> bool:
+        """Whether two readers could need one form that differs from what there is."""
+        other = [{s for s in need if len(have) > 1 or s != have[0]} for need in needs]
+        seen: set[State] = set()
+        for states in other:
+            if seen & states:
+                return True
+            seen |= states
+        return False
+
+    def _deliver(
+        self,
+        key: ValueKey,
+        value: Value,
+        have: list[State],
+        readers: list[tuple[fx.Node, int]],
+        needs: list[list[State]],
+        flags: list[bool],
+    ) -> None:
+        counts: dict[State, int] = defaultdict(int)
+        for need in needs:
+            for state in dict.fromkeys(need):
+                counts[state] += 1
+        forms = [s for s, n in counts.items() if n > 1 and s != P]
+        delivery = len(self.domains)
+        self.domains.append(len(forms) + 1)
+        self.deliveries[key] = (delivery, forms)
+        node = key[0]
+        # The last form means: nothing shared, every reader converts what there is.
+        to_form = self._table(key, value, any(flags), have, forms)
+        first = np.hstack([to_form, np.zeros((len(have), 1))])
+        self._add_raw((self.variable[node], delivery), first)
+        for (reader, _), need, flag in zip(readers, needs, flags, strict=True):
+            direct = self._table(key, value, flag, have, need)
+            shared = self._table(key, value, flag, forms, need)
+            shared = np.vstack([shared, np.full((1, len(need)), np.inf)])
+            table = np.minimum(direct[:, None, :], shared[None, :, :])
+            if reader in self.variable:
+                self._add_raw((self.variable[node], delivery, self.variable[reader]), table)
+            else:
+                self._add_raw((self.variable[node], delivery), table[:, :, 0])
+
+    def _table(
+        self, key: ValueKey, value: Value, flag: bool, have: list[State], need: list[State]
+    ) -> np.ndarray:
+        """Conversion costs by (have, need); equal tables of equal values are made once."""
+        value = replace(value, trained=flag)
+        dims = key[0].meta["dims"][key[1]]
+        local: dict[State, tuple[int, int]] = {}
+        for state in (*have, *need):
+            if isinstance(state, Dim) and state not in local:
+                local[state] = (len(local), self._place(dims, state))
+        code = tuple(local.get(s, s) for s in have), tuple(local.get(s, s) for s in need)
+        if (value, code) not in self._tables:
+            self._tables[value, code] = np.array(
+                [
+                    [
+                        # Both in one dim: neither is a plain part of the other's piece.
+                        np.inf
+                        if h in local and n in local and h is not n and local[h][1] == local[n][1]
+                        else conversion_ticks(value, h, n, self.cost)
+                        for n in need
+                    ]
+                    for h in have
+                ]
+            ).reshape(len(have), len(need))
+        return self._tables[value, code]
+
+    def _place(self, dims: tuple[Any, ...], atom: Dim) -> int:
+        leaves = self.choices.atoms.leaves
+        return next(i for i, dim in enumerate(dims) if atom in leaves(dim))
+
+    def _add(self, nodes: tuple[fx.Node, fx.Node], table: np.ndarray) -> None:
+        source, reader = nodes
+        if reader not in self.variable:
+            self._add_raw((self.variable[source],), table[:, 0])
+        else:
+            self._add_raw((self.variable[source], self.variable[reader]), table)
+
+    def _add_raw(self, scope: tuple[int, ...], table: np.ndarray) -> None:
+        self.factors.append((scope, table))
+
+    def solve(self, without: Collection[str] = (), extra: Sequence[Factor] = ()) -> Solution:
+        """The cheapest choice: under all pins but those of `without`, and under `extra` tables.
+
+        Raises:
+            Infeasible: Every choice is forbidden.
+        """
+        pins = [factor for name, factor in self.pinned.items() if name not in without]
+        return solve(self.domains, [*self.factors, *pins, *extra])
+
+    def assignment(self, solution: Solution) -> Assignment:
+        """The plan a solution of the problem stands for."""
+        chosen = {n: s[solution.choice[self.variable[n]]] for n, s in self.strategies.items()}
+        states = {n: s[solution.choice[self.variable[n]]] for n, s in self.states.items()}
+        delivered = {}
+        for key, (variable, forms) in self.deliveries.items():
+            pick = solution.choice[variable]
+            if pick < len(forms):
+                delivered[key] = forms[pick]
+        return Assignment(chosen, states, delivered, solution.cost, self, solution.largest)
+
+
+def resident_ticks(node: fx.Node, state: State, choices: Choices) -> float:
+    """Picoseconds that a parameter's local bytes are worth."""
+    val = node.meta["val"]
+    nbytes: float = bytes_of(val)
+    if isinstance(state, Dim):
+        # The mean over ranks: the price is a preference for sharding, not for even shares.
+        nbytes /= choices.cost.size
+    return ticks(choices.cost.resident(nbytes, val.ndim, node in choices.facts.trained))

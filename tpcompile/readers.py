@@ -1,0 +1,62 @@
+"""Who reads each value of a program, and what pricing its conversions needs to know of it."""
+
+import operator
+from collections import defaultdict
+
+from torch import fx
+
+from tpcompile.cost import CostModel, bytes_of
+from tpcompile.placement import State, Value, conversion_ticks
+from tpcompile.program import Program, operands, values
+from tpcompile.strategies import Facts
+
+ValueKey = tuple[fx.Node, int]
+"""(call or placeholder, number of its output)."""
+
+
+def value_of(node: fx.Node) -> ValueKey:
+    """The value a node stands for: a getitem is its source's output."""
+    if node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def readers_of(program: Program) -> dict[ValueKey, list[tuple[fx.Node, int]]]:
+    """Value -> (call or output node, operand slot) of everything that reads it."""
+    readers: dict[ValueKey, list[tuple[fx.Node, int]]] = defaultdict(list)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" or node.target is operator.getitem:
+            continue
+        for slot, source in enumerate(operands(node)):
+            readers[value_of(source)].append((node, slot))
+    return readers
+
+
+def describe(key: ValueKey, facts: Facts, program: Program) -> Value:
+    """What pricing needs to know of a value."""
+    node, index = key
+    val = values(node)[index]
+    floating = val.is_floating_point() or val.is_complex()
+    leaf = program.leaves.get(node.name) if node.op == "placeholder" else None
+    return Value(
+        nbytes=bytes_of(val),
+        trained=node in facts.trained and floating,
+        is_weight=node in facts.only_parameters and val.ndim >= 2,
+        is_parameter=leaf is not None and leaf.kind == "parameter",
+    )
+
+
+def reader_trained(value: Value, reader: fx.Node, facts: Facts) -> bool:
+    """Whether a gradient comes back from this reader (the output node counts as one)."""
+    return value.trained and (reader.op == "output" or reader in facts.trained)
+
+
+def delivered_path(
+    value: Value, have: State, shared: State | None, need: State, cost: CostModel
+) -> tuple[State, ...]:
+    """States on the cheapest way to a reader: directly, or through the shared form."""
+    if shared is None:
+        return (need,)
+    direct = conversion_ticks(value, have, need, cost)
+    through = conversion_ticks(value, shared, need, cost)
+    return (need,) if direct <= through and shared != need else (shared, need)
