@@ -44,6 +44,9 @@ def _merge_equal(program: Program, removed: list[str]) -> None:
         key = (node.args[0], what.step.function, what.need)
         kept = first.setdefault(key, node)  # type: ignore[arg-type]
         if kept is not node:
+            if what.value.trained and not kept.meta["conversion"].value.trained:
+                # forward they are equal; backward only this one knows of the gradient
+                kept.meta["conversion"] = what
             node.replace_all_uses_with(kept)
             program.graph.erase_node(node)
             removed.append(f"{node.name}: the same as {kept.name}")

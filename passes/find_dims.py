@@ -27,11 +27,14 @@ def find_dims(program: Program) -> Program:
 
 
 def _width(program: Program, atoms: Atoms, facts: Facts) -> Dim | None:
-    """The width of the residual stream: the leaf that occurs in most weight matrices, if one does."""
+    """The width of the residual stream: the leaf that occurs in most weight matrices, if one does.
+
+    Two matrices are not enough: the inner dim of an MLP without a residual is in two.
+    """
     counts: Counter[Dim] = Counter()
     for node in program.placeholders("parameter"):
         dims = node.meta["dims"][0]
         if node in facts.only_parameters and len(dims) >= 2:
             counts.update({leaf for dim in dims for leaf in atoms.leaves(dim)})
     first, second = [*counts.most_common(2), (None, 0), (None, 0)][:2]
-    return first[0] if first[1] > second[1] else None
+    return first[0] if first[1] > max(second[1], 2) else None

@@ -95,6 +95,8 @@ class _Region:
         with self.program.graph.inserting_before(self.before):
             node = self.program.graph.call_function(inner.target, args, kwargs)
         node.meta = dict(inner.meta)
+        if not state.grad:
+            self.detached[node] = node
         return node
 
     def _detach(self, node: fx.Node, like: fx.Node) -> fx.Node:

@@ -8,12 +8,13 @@ import torch
 from torch import fx
 from tpcompile.passes.insert_collectives import Conversion
 
-from tpcompile.dims import Dim, Sizes, segments_of
+from tpcompile.dims import Dim, segments_of
 from tpcompile.layout import is_even, share, start
 from tpcompile.placement import State
 from tpcompile.problem import Assignment
 from tpcompile.program import Program, operands
 from tpcompile.rule import DimSpec, Rule, Spec
+from tpcompile.sizes import Sizes
 from tpcompile.storage import ParamLayout
 from tpcompile.strategies import Strategy
 

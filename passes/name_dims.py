@@ -9,9 +9,10 @@ from torch import Tensor, fx
 
 import tpcompile.ops  # noqa: F401  registers the rules
 from tpcompile.cost import hint
-from tpcompile.dims import Dim, MaybeDim, Sizes, composite, decompose, merge
+from tpcompile.dims import Dim, MaybeDim, composite, decompose, keep_apart, merge
 from tpcompile.program import Program, operands, values
 from tpcompile.rule import DimSpec, Rule, Spec, Term, rule_for
+from tpcompile.sizes import Sizes
 
 Dims = tuple[MaybeDim, ...]
 
@@ -36,7 +37,10 @@ def name_dims(program: Program) -> Program:
     naming = _Naming(Sizes(_hints(program)))
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            node.meta["dims"] = [naming.fresh_dims(node.meta["val"])]
+            dims = naming.fresh_dims(node.meta["val"])
+            node.meta["dims"] = [dims]
+            if program.leaves[node.name].kind == "parameter":
+                keep_apart([dim for dim in dims if dim is not None])
         elif node.op == "call_function":
             naming.visit(node)
     program.extra["sizes"] = naming.sizes
@@ -68,7 +72,7 @@ class _Naming:
                 return
             node.meta["dims"] = [source.meta["dims"][index]]
             return
-        node.meta["rule"], node.meta["bound"], node.meta["conflicts"] = None, {}, frozenset()
+        node.meta["rule"], node.meta["bound"], node.meta["conflicts"] = None, {}, ()
         if not outs:
             return
         rule = self._rule(node)
@@ -106,7 +110,8 @@ class _Naming:
         return arg
 
     def _unify(self, node: fx.Node, rule: Rule, outs: list[Tensor]) -> None:
-        sources = [(spec, n.meta["dims"][0]) for spec, n in zip(rule.ins, operands(node), strict=True)]
+        dims = [n.meta["dims"][0] for n in operands(node)]
+        sources = list(zip(rule.ins, dims, strict=True))
         out_shapes = [s.shape for s in self.shapes(node)]
         sizes = _factor_sizes(rule, [s for _, s in _sized_ins(self, node, rule)], out_shapes)
         binding = _Binding(sizes)
@@ -115,9 +120,10 @@ class _Naming:
                 if dim is not None:
                     binding.enter(dim_spec, dim)
         node.meta["dims"] = [
-            tuple(binding.leave(dim_spec) for dim_spec in spec) for spec in rule.outs
+            tuple(binding.leave(dim_spec, size) for dim_spec, size in zip(spec, shape, strict=True))
+            for spec, shape in zip(rule.outs, out_shapes, strict=True)
         ]
-        node.meta["conflicts"] = frozenset(binding.conflicts)
+        node.meta["conflicts"] = tuple(binding.conflicts)
         node.meta["bound"] = binding.bound
         assert len(node.meta["dims"]) == len(outs), f"{node.target}: {rule}"
 
@@ -135,7 +141,8 @@ class _Binding:
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
         self.bound: dict[str, Dim] = {}
-        self.conflicts: set[str] = set()
+        self.conflicts: list[Dim] = []
+        """Dims that should be one and are not: none of their leaves may be split here."""
 
     def enter(self, spec: DimSpec, dim: Dim) -> None:
         """Bind the factors of one operand dim to (parts of) `dim`."""
@@ -143,7 +150,7 @@ class _Binding:
             name = spec[0][0]
             known = self.bound.setdefault(name, dim)
             if known is not dim and not merge(known, dim):
-                self.conflicts.add(name)
+                self.conflicts += [known, dim]
             return
         terms = [t for t in (self._term(term) for term in spec) if t is not None]
         if len(spec) == 1:
@@ -152,12 +159,17 @@ class _Binding:
         else:
             fits = decompose(dim, terms, product=False)
         if not fits:
-            self.conflicts.update(name for term in spec for name in term)
+            self.conflicts += [dim, *terms]
 
-    def leave(self, spec: DimSpec) -> MaybeDim:
-        """The dim of an output."""
+    def leave(self, spec: DimSpec, size: int) -> MaybeDim:
+        """The dim of an output, whose coded size is `size`."""
         terms = [t for t in (self._term(term) for term in spec) if t is not None]
-        return composite(terms, product=False)
+        dim = composite(terms, product=False)
+        if (1 if dim is None else dim.size) == size:
+            return dim
+        # The rule compared sizes, and codes have no order: 32 rows cut to a length of a symbol.
+        self.conflicts.update(name for term in spec for name in term)
+        return None if size == 1 else Dim(size)
 
     def _term(self, term: Term) -> MaybeDim:
         return composite(

@@ -11,6 +11,7 @@ import tpcompile.rewrites_matmul  # noqa: F401  registers rewrites
 from tpcompile.program import Program
 from tpcompile.rewrites import REWRITES, Rewriter, same_shape
 from tpcompile.torch_private import OpOverload
+from tpcompile.views import is_idle_dropout
 
 aten = torch.ops.aten
 
@@ -21,12 +22,6 @@ ASSERTIONS = {
     aten._assert_async.msg,
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
-}
-DROPOUTS = {
-    aten.dropout.default,
-    aten.alpha_dropout.default,
-    aten.feature_dropout.default,
-    aten.feature_alpha_dropout.default,
 }
 COPIES = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 RESHAPES = {aten.reshape.default, aten.view.default, aten.expand.default}
@@ -98,9 +93,8 @@ def _without_effect(node: fx.Node) -> fx.Node | None:
     if target in CASTS:
         same = old.dtype == new.dtype and old.device == new.device
         return x if same and not _changes_strides(node) else None
-    if target in DROPOUTS:
-        p, train = node.args[1:3]
-        return x if p == 0 or not train else None
+    if is_idle_dropout(node):
+        return x
     if target is aten.slice.Tensor:
         return x if _is_full_slice(node, old) else None
     if target is aten.contiguous.default or target is aten.clone.default:

@@ -29,7 +29,8 @@ WRITTEN = [
 ] + [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
 
 INTERFACE = {"tpcompile"} | {
-    f"tpcompile.{name}" for name in ("sharding", "verification", "planning", "pipeline", "emit")
+    f"tpcompile.{name}"
+    for name in "sharding verification planning pipeline emit explain pins stages".split()
 }
 """What joins nouns and passes; every other module of tpcompile is a noun."""
 PUBLIC = ("torch.ops.", "torch._check")

@@ -1,23 +1,40 @@
 """All ranks of an axis must hold the same model, inputs and plan; else all raise the same error."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpcompile import recording
 from tpcompile.dump import dump
 from tpcompile.errors import RankMismatchError, TpcompileError
 from tpcompile.program import Program
 from tpcompile.structure import flatten, is_tensor
 
-Decision = tuple[Program, tuple[Any, ...], dict[str, Any]]
+Decision = TypeVar("Decision")
+
+PATIENCE = timedelta(minutes=10)
+"""How far apart ranks may be when one of them needs a new graph."""
 
 
-def agree(model: nn.Module, decide: Callable[[], Decision], group: dist.ProcessGroup) -> Decision:
+def agree(
+    asked: str,
+    decide: Callable[[], Decision],
+    prints_of: Callable[[Decision], dict[str, str]],
+    group: dist.ProcessGroup,
+) -> Decision:
     """What `decide` returns, after every rank of the group decided the same.
+
+    Args:
+        asked: What is being done, for errors.
+        decide: May fail.
+        prints_of: Fingerprints of a decision by name, in order of importance.
+        group: Of the axis.
 
     Raises:
         TpcompileError: This rank's own, or another's, so that none waits for a rank that left.
@@ -28,23 +45,63 @@ def agree(model: nn.Module, decide: Callable[[], Decision], group: dist.ProcessG
     prints: dict[str, str] = {}
     try:
         decision = decide()
-        prints = fingerprints(model, *decision)
+        prints = prints_of(decision)
     except Exception as caught:
         error = caught
-    everyone: list[Any] = [None] * dist.get_world_size(group)
+    everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (None if error is None else str(error), prints), group=group)
     if error is not None:
         raise error
     for rank, (message, theirs) in enumerate(everyone):
         if message is not None:
             raise TpcompileError(
-                f"shard {type(model).__name__}",
+                asked,
                 f"rank {rank} of the axis failed: {message}",
                 "fix it there; every rank must run the same program",
             )
-        _compare(everyone[0][1], theirs, rank, type(model).__name__)
+        try:
+            _compare(everyone[0][1], theirs, rank, asked)
+        except RankMismatchError:
+            recording.write_disagreement(decision, group.rank())
+            raise
     assert decision is not None
     return decision
+
+
+_meetings: Counter[str] = Counter()
+"""How often the ranks of a group have met."""
+
+
+def meet(group: dist.ProcessGroup, asked: str, inputs: str) -> None:
+    """Return once all ranks of the group ask the same, before a collective could hang.
+
+    A rank that runs on with a graph it has never comes, and waits in a collective of its own; so
+    this goes through the group's store, and gives up after `PATIENCE`.
+
+    Raises:
+        RankMismatchError: Another rank asks for other inputs, or does not come.
+    """
+    _meetings[group.group_name] += 1
+    store, size, rank = group.get_group_store(), group.size(), group.rank()
+    keys = [f"tpcompile/{_meetings[group.group_name]}/{r}" for r in range(size)]
+    store.set(keys[rank], inputs)
+    try:
+        store.wait(keys, PATIENCE)
+    except dist.DistStoreError:
+        missing = [r for r in range(size) if not store.check([keys[r]])]
+        raise RankMismatchError(
+            f"{asked} on all ranks of the axis",
+            f"rank {rank} has {inputs}; "
+            f"{', '.join(f'rank {r}' for r in missing)} did not come in {PATIENCE}",
+            "give all ranks of the axis inputs of the same structure and sizes at each step",
+        ) from None
+    for other, theirs in enumerate(store.get(key).decode() for key in keys):
+        if theirs != inputs:
+            raise RankMismatchError(
+                f"{asked} on all ranks of the axis",
+                f"rank {rank} has {inputs}, rank {other} has {theirs}",
+                "give all ranks of the axis inputs of the same structure and sizes at each step",
+            )
 
 
 def fingerprints(
@@ -59,8 +116,13 @@ def fingerprints(
     tensors, _, names = flatten((args, kwargs), is_tensor)
     for name, tensor in zip(names, tensors, strict=True):
         found[f"example input {name}"] = tensor_digest(tensor)
-    found["plan"] = hashlib.sha256(dump(program).encode()).hexdigest()
+    found["plan"] = digest(program)
     return found
+
+
+def digest(program: Program) -> str:
+    """A checksum of the program's text."""
+    return hashlib.sha256(dump(program).encode()).hexdigest()
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -75,7 +137,7 @@ def tensor_digest(tensor: Tensor) -> str:
     return f"{head} {total!r} {hashlib.sha256(ends).hexdigest()[:16]}"
 
 
-def _compare(mine: dict[str, str], theirs: dict[str, str], rank: int, name: str) -> None:
+def _compare(mine: dict[str, str], theirs: dict[str, str], rank: int, asked: str) -> None:
     if mine == theirs:
         return
     keys = [*mine, *(k for k in theirs if k not in mine)]
@@ -83,7 +145,7 @@ def _compare(mine: dict[str, str], theirs: dict[str, str], rank: int, name: str)
     shapes = [str(d.get(what, "missing")).split(") ")[0] for d in (mine, theirs)]
     detail = f"{shapes[0]}) and {shapes[1]})" if shapes[0] != shapes[1] else "other values"
     raise RankMismatchError(
-        f"shard {name} on all ranks of the axis",
+        f"{asked} on all ranks of the axis",
         f"ranks 0 and {rank} differ in {what}: {detail}",
         "seed all ranks alike (or load the same checkpoint) and give them the same inputs",
     )

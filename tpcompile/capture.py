@@ -22,7 +22,7 @@ from .program import Program
 from .quiet import quiet
 from .structure import Structure, flatten, is_tensor
 
-__all__ = ["capture", "flatten_inputs", "holds", "unflatten_output"]
+__all__ = ["capture", "flatten_inputs", "unflatten_output"]
 
 
 def capture(
@@ -31,7 +31,7 @@ def capture(
     """The program of `model(*args, **kwargs)`, in the model's train or eval state.
 
     With `dynamic`, the first two dims of every input may vary where tracing does not fix them
-    (`holds` tells whether other inputs fit).  Parameters may be on the meta device.  The model
+    (`size_check` tells whether other inputs fit).  Parameters may be on the meta device.  The model
     is left as it was.
 
     Raises:
@@ -60,34 +60,6 @@ def capture(
 def unflatten_output(out_spec: Structure, tensors: list[Any]) -> Any:
     """The user's output, of the type that the model returns, from the flat tensors."""
     return out_spec.unflatten(iter(tensors))
-
-
-def holds(program: Program, tensors: list[Tensor]) -> bool:
-    """Whether inputs of these sizes fit the capture.
-
-    Fixed dims are equal, each symbol has one value, which is not 0 or 1 (those change what ops
-    mean), and the guards are true.
-    """
-    shapes = tuple(tuple(t.shape) for t in tensors)
-    known: dict[Any, bool] = program.extra.setdefault("holds", {})
-    if shapes not in known:
-        known[shapes] = _holds(program, shapes)
-    return known[shapes]
-
-
-def _holds(program: Program, shapes: tuple[tuple[int, ...], ...]) -> bool:
-    placeholders = [node.name for node in program.placeholders("input")]
-    actual = dict(zip(placeholders, shapes, strict=True))
-    values = {symbol: actual[name][dim] for symbol, (name, dim) in program.symbols.items()}
-    if any(value < 2 for value in values.values()):
-        return False
-    for name, expected in program.extra["input_shapes"].items():
-        if len(expected) != len(actual[name]):
-            return False
-        for want, size in zip(expected, actual[name], strict=True):
-            if (want if isinstance(want, int) else want.subs(values)) != size:
-                return False
-    return all(guard.subs(values) == True for guard in program.guards)  # noqa: E712 (sympy)
 
 
 class _Flat(nn.Module):
@@ -153,7 +125,11 @@ def _trace(
     if isinstance(wrapper, _FlatOutput):
         wrapper.found, wrapper.assigned = found, assigned
     wrapper.autocast = autocast_state(tensors)
-    with watch_forward(model) as watch, _plain_context(wrapper.autocast), _one_device(model) as to:
+    with (
+        watch_forward(model) as watch,
+        _plain_context(wrapper.autocast),
+        _one_device(model, strict) as to,
+    ):
         inputs = _distinct([to(t) for t in tensors])
         exported = _export(wrapper, inputs, dynamic, strict)
     program = program_from_export(exported, model, names, found[0] if found else None, assigned)
@@ -196,10 +172,13 @@ def _plain_context(autocast: tuple[tuple[str, torch.dtype], ...]) -> Iterator[No
 
 
 @contextmanager
-def _one_device(model: nn.Module) -> Iterator[Any]:
-    """Move what is not on meta there for a while, if any parameter is; gives the move."""
+def _one_device(model: nn.Module, strict: bool) -> Iterator[Any]:
+    """Move what is not on meta there for a while, if any parameter is; gives the move.
+
+    Also where a parameter's memory has been freed: strict capture clones the values.
+    """
     state = [*model.parameters(), *model.buffers()]
-    if not any(t.is_meta for t in state):
+    if not any(t.is_meta or (strict and _is_freed(t)) for t in state):
         yield lambda t: t
         return
     moved: dict[int, Tensor] = {}
@@ -229,6 +208,10 @@ def _same_kind(new: Tensor | None, old: Tensor | None, name: str) -> Tensor:
 
 def _kind(t: Tensor | None) -> str:
     return "None" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+def _is_freed(t: Tensor) -> bool:
+    return t.numel() > 0 and t.untyped_storage().nbytes() == 0
 
 
 def _is_parameter(t: Tensor) -> bool:

@@ -44,7 +44,9 @@ def program_from_export(
     _set_symbols(program)
     # Regions (no_grad, autocast) are submodules until they are inlined.
     program.extra["regions"] = dict(exported.graph_module.named_children())
-    set_locations(graph)
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            set_locations(module.graph)
     return program
 
 

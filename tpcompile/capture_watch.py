@@ -111,7 +111,10 @@ def _is_registry(key: str) -> bool:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """The module's attributes, with copies of its own registries."""
-    return {k: dict(v) if _is_registry(k) and v else v for k, v in vars(module).items()}
+    return {
+        k: dict(v) if _is_registry(k) and isinstance(v, dict) else v
+        for k, v in vars(module).items()
+    }
 
 
 def _restore(name: str, module: nn.Module, attributes: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ def clone(program: Program) -> Program:
         to[node] = graph.node_copy(node, to.__getitem__)
         assert to[node].name == node.name
         to[node].meta = dict(node.meta)
-    extra = dict(program.extra)
+    extra = {**program.extra, "stages": list(program.extra.get("stages", ()))}
     plan = extra.get("assignment")
     if plan is not None:
         extra["assignment"] = replace(

@@ -1,16 +1,14 @@
 """Named dims: union-find over tensor dims that are products or sums of smaller dims.
 
-Sizes are plain ints; a symbolic size is coded as a product of large primes (see `Sizes`), so that
+Sizes are plain ints; a symbolic size is coded as a product of large primes (see `sizes`), so that
 divisibility of the codes is divisibility of the expressions.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count, groupby
 from math import prod
-from typing import Any
 
 from tpcompile.layout import Segments
-
 
 _serial = count()
 
@@ -18,7 +16,7 @@ _serial = count()
 class Dim:
     """One class of unified tensor dims: a leaf, a product of dims, or a sum of dims."""
 
-    __slots__ = ("factors", "name", "parent", "serial", "size", "terms")
+    __slots__ = ("factors", "name", "parent", "rivals", "serial", "size", "terms")
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -30,6 +28,8 @@ class Dim:
         self.terms: list[Dim] | None = None
         """Sum, in order."""
         self.name = ""
+        self.rivals: set[Dim] = set()
+        """Dims this one must stay apart from: the other dims of a weight matrix."""
 
     def root(self) -> "Dim":
         """The representative of this dim's class."""
@@ -71,11 +71,25 @@ def merge(a: Dim, b: Dim) -> bool:
         a, b = a.root(), b.root()
         if a is b:
             return True
+    if _are_rivals(a, b):
+        return False
     if a.is_leaf() and not b.is_leaf():
         a, b = b, a
     b.parent = a
     a.name = a.name or b.name
+    a.rivals |= b.rivals
     return True
+
+
+def keep_apart(dims: Sequence[Dim]) -> None:
+    """Never unify these: one name on two dims of a weight would leave it with no dim to split."""
+    for dim in dims:
+        dim.rivals.update(d for d in dims if d is not dim)
+
+
+def _are_rivals(a: Dim, b: Dim) -> bool:
+    fewer, other = (a, b) if len(a.rivals) <= len(b.rivals) else (b, a)
+    return any(rival.root() is other for rival in fewer.rivals)
 
 
 def align(xs: Sequence[Dim], ys: Sequence[Dim]) -> bool:
@@ -261,64 +275,3 @@ def text_of(dim: MaybeDim, named: Callable[[Dim], str] = plain_name) -> str:
         return "*".join(f"({t})" if "+" in t else t for t in inner)
     runs = [(t, len(list(run))) for t, run in groupby(text_of(t, named) for t in root.terms or ())]
     return "+".join(f"{n}*{t}" if n > 1 else t for t, n in runs)
-
-
-_FIRST_PRIME = 1_000_003
-
-
-class Sizes:
-    """Codes symbolic sizes as ints and back: each symbol is a prime of seven digits.
-
-    An identity of size expressions that holds at such primes holds for all practical purposes
-    (Schwartz-Zippel); so naming works on ints only.
-    """
-
-    def __init__(self, hints: Mapping[Any, int]) -> None:
-        self.hints = dict(hints)
-        """Symbol -> its example value."""
-        self._prime: dict[Any, int] = {}
-        self._expr: dict[int, Any] = {}
-        self._code: dict[Any, int] = {}
-        for symbol in hints:
-            self._add(symbol)
-
-    def _add(self, symbol: Any) -> None:
-        prime = _next_prime(max(self._prime.values(), default=_FIRST_PRIME - 2) + 2)
-        self._prime[symbol] = prime
-        self._expr[prime] = symbol
-
-    def code(self, size: Any) -> int:
-        """The int that stands for a size (an int or a SymInt)."""
-        if isinstance(size, int):
-            return size
-        expr = size.node.expr
-        if expr not in self._code:
-            for symbol in expr.free_symbols - self._prime.keys():
-                self._add(symbol)  # unbacked: a size that depends on data
-            value = self._code[expr] = int(expr.subs(self._prime))
-            if expr.is_Add:  # products are found by division
-                self._expr.setdefault(value, expr)
-        return self._code[expr]
-
-    def hint(self, code: int) -> int:
-        """The example value of a coded size; 0 where it depends on data."""
-        expr = self.expr(code)
-        if isinstance(expr, int):
-            return expr
-        value = expr.subs(self.hints)
-        return int(value) if value.is_Integer else 0
-
-    def expr(self, code: int) -> Any:
-        """The int or sympy expression a code stands for."""
-        left, found = code, 1
-        for known, expr in self._expr.items():
-            while left % known == 0:
-                left //= known
-                found = found * expr
-        return left * found
-
-
-def _next_prime(n: int) -> int:
-    while any(n % d == 0 for d in range(3, int(n**0.5) + 1, 2)):
-        n += 2
-    return n

@@ -1,5 +1,6 @@
 """Turn a localised program into GraphModules bound to the user's module tree."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,33 +9,39 @@ from torch import fx, nn
 from tpcompile.passes.split_blocks import BlockGraph
 from tpcompile.program import Program
 from tpcompile.runtime import LocalGraph, Source, Variant, call_block, replace_block_forward
+from tpcompile.size_check import size_check
 
 
-def emit(program: Program, model: nn.Module, rank: int) -> Variant:
+def emit(program: Program, modules: Mapping[str, nn.Module], rank: int) -> Variant:
     """The runnable form of a program whose blocks have been split off.
 
-    Identical blocks share one GraphModule.  Block modules of `model` get their new forward here.
+    Identical blocks share one GraphModule.  Block modules get their new forward here.
+
+    Args:
+        program: Localised.
+        modules: By the path that each had when the model was captured; "" is the model.
+        rank: On the axis.
     """
     shared: dict[str, fx.GraphModule] = {}
     numbers: dict[str, int] = {}
     blocks: dict[str, BlockGraph] = program.extra["blocks"]
     for path, block in blocks.items():
-        module = _module(block.graph, f"{type(model.get_submodule(path)).__name__}Local")
+        module = _module(block.graph, f"{type(modules[path]).__name__}Local")
         module = shared.setdefault(module.code, module)
-        graphs = replace_block_forward(model.get_submodule(path))
+        graphs = replace_block_forward(modules[path])
         numbers[path] = len(graphs)
-        sources = tuple(_source(program, model, name) for name in block.parameters)
+        sources = tuple(_source(program, modules, name) for name in block.parameters)
         graphs.append(LocalGraph(module, sources, rank))
-    sources, constants = _bind_root(program, model, numbers)
+    sources, constants = _bind_root(program, modules, numbers)
     updated = [n for n in program.updates if program.leaves[n].kind == "buffer"]
     return Variant(
         program=program,
-        root=_module(program.graph, f"{type(model).__name__}Local"),
+        root=_module(program.graph, f"{type(modules['']).__name__}Local"),
         sources=sources,
         rank=rank,
-        divisible=tuple(program.extra["dynamic"]),
+        fits=size_check(program, program.extra["axis"][1], tuple(program.extra["dynamic"])),
         constants=constants,
-        owners={n: _source(program, model, n) for n in updated},
+        owners={n: _source(program, modules, n) for n in updated},
     )
 
 
@@ -43,7 +50,7 @@ def _module(graph: fx.Graph, name: str) -> fx.GraphModule:
 
 
 def _bind_root(
-    program: Program, model: nn.Module, numbers: dict[str, int]
+    program: Program, modules: Mapping[str, nn.Module], numbers: dict[str, int]
 ) -> tuple[tuple[Source, ...], tuple[torch.Tensor, ...]]:
     """Put the placeholders in the order `Variant.run` passes; pass the model to block calls."""
     graph = program.graph
@@ -56,7 +63,7 @@ def _bind_root(
             if not node.users:
                 graph.erase_node(node)
                 continue
-            sources.append(_source(program, model, node.name))
+            sources.append(_source(program, modules, node.name))
             read.append(node)
         elif leaf.kind == "constant":
             assert leaf.tensor is not None
@@ -72,13 +79,13 @@ def _bind_root(
         last = node
     for node in graph.find_nodes(op="call_function", target=call_block):
         path, *args = node.args
-        node.args = (root, path, numbers[path], *args)
+        node.args = (root, tuple(path.split(".")), numbers[path], *args)
     return tuple(sources), tuple(constants)
 
 
-def _source(program: Program, model: nn.Module, placeholder: str) -> Source:
+def _source(program: Program, modules: Mapping[str, nn.Module], placeholder: str) -> Source:
     leaf = program.leaves[placeholder]
     path, _, attr = leaf.name.rpartition(".")
     layouts: dict[str, Any] = program.extra["layouts"]
     layout = layouts[leaf.name] if leaf.kind == "parameter" else None
-    return Source(model.get_submodule(path), attr, layout)
+    return Source(modules[path], attr, layout)

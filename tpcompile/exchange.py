@@ -30,7 +30,7 @@ class ForeignPlan(dict[str, Any]):
     gathered: dict[str, str]
     """Modules that hand out or take whole values although tpcompile passes on parts -> why."""
     tied: dict[str, str]
-    """Module -> the module whose weight it shares."""
+    """Parameter of a styled module -> the other name of the same parameter."""
 
     def __init__(self, styles: Mapping[str, Any]) -> None:
         super().__init__(styles)
@@ -151,9 +151,8 @@ def _foreign(styles: dict[str, Any], search: Search, read: StyledModel) -> Forei
     found.left_whole = {folded(name): why for name, why in search.left.items()}
     found.gathered = {folded(name): why for name, why in search.gathered.items()}
     for name, first in read.names.items():
-        module, partner = name.rpartition(".")[0], first.rpartition(".")[0]
-        if module != partner and module in search.styles:
-            found.tied[module] = partner
+        if name != first and {name.rpartition(".")[0], first.rpartition(".")[0]} & {*search.styles}:
+            found.tied[name] = first
     return found
 
 

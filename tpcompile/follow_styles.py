@@ -63,7 +63,7 @@ class _Follower:
         path = source.meta.get("path", "")
         style = self.styles.get(path)
         inside = reader.op != "output" and reader.meta.get("path", "") == path
-        return None if style and style.gives == "whole" and not inside else found
+        return None if style and style.gathers() and not inside else found
 
     def _visit(self, node: fx.Node) -> list[Held | None]:
         path = node.meta.get("path", "")

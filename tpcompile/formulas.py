@@ -5,14 +5,15 @@ from typing import Any
 
 import sympy
 
-from tpcompile.dims import Dim, MaybeDim, Sizes
+from tpcompile.dims import Dim, MaybeDim
+from tpcompile.sizes import Sizes
 
 T = sympy.Symbol("t", positive=True, integer=True)
 """The degree."""
 _SHORT = {"batch": "b", "seq": "s"}
 
 VOLUME: dict[str, Any] = {
-    "all_reduce": 2 * (T - 1) / T,
+    "all_reduce": 2 * ((T - 1) / T),
     "all_gather": (T - 1) / T,
     "reduce_scatter": (T - 1) / T,
     "all_to_all": (T - 1) / T**2,
@@ -99,5 +100,3 @@ def seconds_text(seconds: float) -> str:
     if abs(seconds) >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-

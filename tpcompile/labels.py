@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, fx
 
 from tpcompile.dim_names import shared_prefix
 from tpcompile.dims import Dim, contains, text_of
+from tpcompile.formulas import Symbols
 from tpcompile.layout import share
 from tpcompile.placement import R, State
 from tpcompile.program import Program, values
@@ -33,6 +35,11 @@ class Labels:
         self.names: dict[fx.Node, str] = {}
         """Leaves of a block's own graph -> what they are."""
         self._symbols = _symbol_names(program)
+
+    @cached_property
+    def symbols(self) -> Symbols:
+        """The dims of a named program as sympy symbols."""
+        return Symbols(self.program.extra["sizes"], self.program.extra["cost"].size)
 
     def block(self, node: fx.Node) -> str:
         """Path of the repeated block a node belongs to, or ""."""
@@ -164,9 +171,19 @@ class Labels:
         """Arguments as text."""
         if "conversion" in node.meta or "bucket" in node.meta:
             return ", ".join(self._conversion_args(node.args))
+        if self.op(node) == "call_block":
+            return self._block_args(node)
         shown = [self.arg(arg) for arg in node.args]
         kept = [(k, v) for k, v in node.kwargs.items() if k not in _DROPPED or v]
         return ", ".join([*shown, *(f"{k}={self.arg(v)}" for k, v in kept)])
+
+    def _block_args(self, node: fx.Node) -> str:
+        """Path of the block, then its inputs; emission adds the model and a number."""
+        args = list(node.args)
+        if isinstance(args[0], fx.Node):
+            _, path, _, *args = args
+            args = [".".join(path), *args]  # type: ignore[arg-type]
+        return ", ".join(map(self.arg, args))
 
     def _conversion_args(self, args: Iterable[Any]) -> list[str]:
         """Source, axis, and which dim; how it is dealt out where that is not in equal chunks."""
@@ -247,8 +264,14 @@ def _symbol_names(program: Program) -> dict[Any, Any]:
 
 
 def mark_states(program: Program) -> None:
-    """Keep the placement of every value in its `meta["states"]`, where copies of nodes keep it."""
+    """Keep what is decided in the nodes, where their copies in other graphs have it too.
+
+    `meta["states"]` are the placements of the outputs; `meta["weighed"]` says that the value
+    depends on a parameter, so that a placement was chosen at all.
+    """
     labels = Labels(program)
+    weighed = program.extra["facts"].from_parameters
     for node in program.graph.nodes:
         if node.op != "output" and isinstance(node.meta.get("val"), (Tensor, tuple, list)):
             node.meta["states"] = labels.states(node)
+            node.meta["weighed"] = node in weighed or "conversion" in node.meta

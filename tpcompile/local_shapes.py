@@ -13,14 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tpcompile import pipeline
+from tpcompile.capture import capture
 from tpcompile.cost import hint
 from tpcompile.dims import Atoms, Dim
 from tpcompile.errors import TpcompileError
 from tpcompile.module_styles import STYLES, Conflict, Flow, Held, folded
-from tpcompile.planning import captured
 from tpcompile.program import Program, operands, values
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def fixed_program(model: nn.Module, arguments: Arguments) -> Program:
+    """The normalized program of one call, for its sizes alone: so that all are numbers."""
+    args, kwargs = arguments
+    return pipeline.run(capture(model, args, kwargs, dynamic=False), pipeline.NORMALIZE)
 
 
 def local_conflicts(
@@ -37,13 +44,13 @@ def local_conflicts(
     if not everything:
         return []
     try:
-        local = captured(_with_cut_weights(model, styles, everything, size), *arguments)
-        return _shape_conflicts(program, local, flow, size)
+        local = fixed_program(_with_cut_weights(model, styles, everything, size), arguments)
+        return _shape_conflicts(program, local, styles, flow, size)
     except TpcompileError as error:
         failed, last = [], error
-    for group in groups:
+    for group in groups if len(groups) > 1 else []:
         try:
-            captured(_with_cut_weights(model, styles, group, size), *arguments)
+            fixed_program(_with_cut_weights(model, styles, group, size), arguments)
         except TpcompileError as error:
             failed.append(_failure(group, error))
     return failed or [_failure(everything, last)]
@@ -87,31 +94,31 @@ def _with_cut_weights(
 
 
 def _bare(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+    # Memory that is never written takes no pages; storage that is freed crashes Dynamo's capture.
     empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-    empty.untyped_storage().resize_(0)
     return nn.Parameter(empty, parameter.requires_grad)
 
 
-def _shape_conflicts(program: Program, local: Program, flow: Flow, size: int) -> list[Conflict]:
+def _shape_conflicts(
+    program: Program, local: Program, styles: Mapping[str, str], flow: Flow, size: int
+) -> list[Conflict]:
     """Values of the rank's program that have another shape than their part should have."""
     atoms, found = Atoms(), []
+    whole_ones = {m for m, style in styles.items() if STYLES[style].gathers()}
     for mine, theirs in zip(program.calls(), local.calls(), strict=False):
         if mine.target != theirs.target or mine.meta.get("path") != theirs.meta.get("path"):
             found.append(_conflict(mine, flow, "its code takes another way on a rank's part"))
             break
         for i, (whole, part) in enumerate(zip(values(mine), values(theirs), strict=True)):
-            held = _held(mine, i, flow)
+            # A gathering module is not cut here, so that it hands out what it will.
+            cut = mine.meta.get("path") not in whole_ones
+            held = flow.held[mine][i] if cut and flow.held.get(mine) else None
             want, got = _expected(mine, i, whole, held, atoms, size), list(map(hint, part.shape))
             if want != got:
                 op = str(mine.target).removeprefix("aten.").split(".")[0]
                 text = f"{op} gives {got} on a rank's part, not {want}: its sizes are fixed"
                 found.append(_conflict(mine, flow, text))
     return found
-
-
-def _held(node: fx.Node, index: int, flow: Flow) -> Held | None:
-    held = flow.held.get(node)
-    return held[index] if held else None
 
 
 def _expected(

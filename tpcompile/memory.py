@@ -1,4 +1,4 @@
-"""Bytes that training a planned program takes on one rank: weights, gradients, optimizer, activations."""
+"""Bytes that training a planned program takes on one rank, activations included."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import fx
 from tpcompile.cost import CostModel, hint
 from tpcompile.dims import Dim
 from tpcompile.errors import InputError
-from tpcompile.formulas import T, Symbols
+from tpcompile.formulas import Symbols, T
 from tpcompile.layout import share
 from tpcompile.program import Program
 from tpcompile.saved import Keeper, Saved

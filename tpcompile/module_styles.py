@@ -25,6 +25,10 @@ class Style:
     outer: int = 1
     """Pieces of `dim` that are split one by one (2: gate and up)."""
 
+    def gathers(self) -> bool:
+        """Whether readers outside the module get whole values, whatever it computes inside."""
+        return self.dim is not None and self.gives == "whole"
+
 
 STYLES = {
     "colwise": Style(0, gives="part"),

@@ -45,6 +45,11 @@ def sharded_for(model: nn.Module) -> Sharded | None:
     return _SHARDED.get(model)
 
 
+def copy_sharded(model: nn.Module, copied: nn.Module) -> None:
+    """Note that the parameters of a copy are stored as the model's are."""
+    _SHARDED[copied] = _SHARDED[model]
+
+
 def all_sharded() -> list[tuple[nn.Module, Sharded]]:
     """Every sharded model that is alive."""
     return list(_SHARDED.items())

@@ -95,9 +95,7 @@ def _stored_as(node: fx.Node, states: list[State], placement: Placement) -> list
     dims = node.meta["dims"][0]
     dim = placement.dim + len(dims) * (placement.dim < 0)
     wanted = dims[dim] if 0 <= dim < len(dims) else None
-    return [
-        s for s in states if isinstance(s, Dim) and wanted is not None and contains(wanted, s)
-    ]
+    return [s for s in states if isinstance(s, Dim) and wanted is not None and contains(wanted, s)]
 
 
 def _unmet(node: fx.Node, pattern: str, placement: Shard, choices: Choices) -> ShardingError:

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tpcompile import recording
 from tpcompile.cost import CostModel
 from tpcompile.dump import dump
 from tpcompile.hardware import Hardware
+from tpcompile.labels import mark_states
 from tpcompile.passes.assign_placements import assign_placements
 from tpcompile.passes.bucket_gradients import bucket_gradients
 from tpcompile.passes.certify_cost import certify_cost
@@ -58,16 +60,27 @@ class Stage:
 
 def run(program: Program, passes: list[Pass], *, dumps: bool = False) -> Program:
     """Run passes in order; after each, check the graph and record a `Stage`."""
-    stages: list[Stage] = program.extra.setdefault("stages", [])
+    stages = program.extra.setdefault("stages", [])
+    dumps = dumps or recording.is_on()
     with _no_collection():
+        if dumps and not stages:
+            _record(program, Stage("capture", 0.0, sum(1 for _ in program.calls()), dump(program)))
         for step in passes:
             begin = time.process_time()
             program = step(program)
             seconds = time.process_time() - begin
             program.graph.lint()
             nodes = sum(1 for _ in program.calls())
-            stages.append(Stage(step.__name__, seconds, nodes, dump(program) if dumps else ""))
+            text = dump(program) if dumps else ""
+            _record(program, Stage(step.__name__, seconds, nodes, text))
     return program
+
+
+def _record(program: Program, stage: Stage) -> None:
+    stages: list[Stage] = program.extra["stages"]
+    if recording.is_on():
+        recording.write_stage(program, len(stages), stage.name, stage.dump)
+    stages.append(stage)
 
 
 @contextmanager
@@ -107,6 +120,9 @@ def plan(
     program = run(program, PLAN, dumps=dumps)
     program.extra["collectives"] = collectives_of(program)
     program.extra["styles"] = styles_of(program)
+    mark_states(program)
+    if recording.is_on():
+        recording.write_planned(program)
     return program
 
 

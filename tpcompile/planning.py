@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from time import process_time
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from tpcompile.hf import example_inputs_for
 from tpcompile.program import Program, is_dynamic, values
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor | None
+
 
 def arguments_of(model: nn.Module, example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of the forward call that `example_inputs` stands for.
@@ -39,10 +41,13 @@ def captured(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dumps: bool = False
 ) -> Program:
     """The normalized program of one call."""
+    begin = process_time()
     program = capture(model, args, kwargs)
     if program.symbols and not _has_plain_sizes(program):
         program = capture(model, args, kwargs, dynamic=False)
         program.notes.append("input sizes are fixed: the model computes sizes by division")
+    program.extra["model"] = type(model).__name__
+    program.extra["capture_seconds"] = process_time() - begin
     program.extra["block_paths"] = block_paths(model)
     program.extra.update(_plain_names(model, args, kwargs))
     return pipeline.run(program, pipeline.NORMALIZE, dumps=dumps)

@@ -52,7 +52,9 @@ def predict(program: Program) -> Times:
         if "conversion" in node.meta:
             what = node.meta["conversion"]
             seconds = step_ticks(what.value, what.step, cost) * 1e-12
-            first = cost.collective(what.step.forward, what.value.nbytes) if what.step.forward else 0
+            first = (
+                cost.collective(what.step.forward, what.value.nbytes) if what.step.forward else 0
+            )
             by_kind[what.step.forward] += first
             by_kind[what.step.backward] += seconds - first
             traffic[inside] += seconds
@@ -64,9 +66,7 @@ def predict(program: Program) -> Times:
             traffic[inside] += inner
             by_kind["all_reduce"] += inner
     kinds = {kind: seconds for kind, seconds in sorted(by_kind.items()) if seconds > 1e-12}
-    return Times(
-        sum(compute.values()), sum(traffic.values()), compute[True], traffic[True], kinds
-    )
+    return Times(sum(compute.values()), sum(traffic.values()), compute[True], traffic[True], kinds)
 
 
 def op_seconds(work: Work, strategy: Strategy | None, plan: Assignment) -> float:
@@ -80,9 +80,7 @@ def op_seconds(work: Work, strategy: Strategy | None, plan: Assignment) -> float
     return work.seconds(fraction, split_in, split_out)
 
 
-def _inner_seconds(
-    node: fx.Node, work: Work, strategy: Strategy | None, cost: CostModel
-) -> float:
+def _inner_seconds(node: fx.Node, work: Work, strategy: Strategy | None, cost: CostModel) -> float:
     """Of the all-reduces a rewrite makes itself, forward and backward."""
     rule = node.meta["rule"]
     if rule is None or strategy is None or strategy.split is None:

@@ -1,6 +1,7 @@
 """Insert a call into a program with its fake value and its place in the user's model."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -43,15 +44,18 @@ def fake_value(
 ) -> Any:
     """What `target` gives for the fake values of the nodes among its arguments.
 
-    Runs without autograd, so that values hold on to no graph.
+    Runs without autograd, so that values hold on to no graph, and without the autocast that may
+    be on around the caller: the graph says itself what is cast.
     """
     call_args, call_kwargs = pytree.tree_map_only(
         fx.Node, lambda node: node.meta["val"], (args, kwargs)
     )
-    if mode is None:
-        with torch.no_grad():
-            return target(*call_args, **call_kwargs)
-    with mode, torch.no_grad():
+    with ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+        stack.enter_context(torch.no_grad())
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         return target(*call_args, **call_kwargs)
 
 

@@ -4,11 +4,13 @@ from collections.abc import Collection
 
 from torch import fx
 
+from tpcompile.cost import bytes_of
 from tpcompile.dims import Dim, MaybeDim, contains, ordered, text_of
+from tpcompile.formulas import bytes_text
 from tpcompile.ops.replicated import reason_for
 from tpcompile.placement import R, State, state_text
-from tpcompile.problem import Problem
-from tpcompile.program import operands
+from tpcompile.problem import Assignment, Problem
+from tpcompile.program import Program, operands
 from tpcompile.readers import value_of
 from tpcompile.strategies import Choices
 
@@ -20,11 +22,13 @@ def op_text(node: fx.Node) -> str:
     return f"{name.removeprefix('aten.')} in {path}" if path else name.removeprefix("aten.")
 
 
-def refusal(node: fx.Node, atom: Dim, choices: Choices) -> str:
+def refusal(node: fx.Node, atom: Dim | None, choices: Choices) -> str:
     """Why a call cannot be split along a named dim, "" where it can."""
     rule = node.meta.get("rule")
     if rule is None:
         return f"it runs whole on every rank: {reason_for(node.target)}"
+    if atom is None:
+        return ""
     if choices.unusable(atom):
         return choices.unusable(atom)
     in_dims = [n.meta["dims"][0] for n in operands(node)]
@@ -47,9 +51,10 @@ def refusal(node: fx.Node, atom: Dim, choices: Choices) -> str:
 
 def _by_rule(node: fx.Node, atom: Dim, choices: Choices) -> str:
     rule, bound, name = node.meta["rule"], node.meta["bound"], text_of(atom)
+    if any(contains(dim, atom) for dim in node.meta["conflicts"]):
+        return f"its operands part {name} in different ways"
     for factors, why in (
         (rule.whole, f"it needs {name} whole"),
-        (node.meta["conflicts"], f"its operands part {name} in different ways"),
         (rule.plain, f"it needs contiguous chunks of {name}"),
     ):
         if any(f in bound and contains(bound[f], atom) for f in factors):
@@ -107,7 +112,9 @@ def blocked(problem: Problem, node: fx.Node, state: State) -> str:
 
 def conflict(problem: Problem, pinned: Collection[str]) -> str:
     """Why pins cannot be met: the op that refuses one, or that they do not go together."""
-    nodes = {problem.program.leaves[n.name].name: n for n in problem.states if n.op == "placeholder"}
+    nodes = {
+        problem.program.leaves[n.name].name: n for n in problem.states if n.op == "placeholder"
+    }
     for name in pinned:
         node = nodes[name]
         kept = problem.kept(name)
@@ -122,3 +129,41 @@ def conflict(problem: Problem, pinned: Collection[str]) -> str:
     first = nodes[next(iter(pinned))]
     users = ", ".join(op_text(u) for u in readers(problem, first))
     return f"each can be met alone, but not all of them; they meet at {users}"
+
+
+def parameter_reason(program: Program, node: fx.Node, style: str) -> str:
+    """Why a parameter is placed as it is, in a few words."""
+    plan: Assignment = program.extra["assignment"]
+    state = plan.parameters[node]
+    if isinstance(state, Dim):
+        name = state.name or text_of(state)
+        return {
+            "column": f"makes {name}",
+            "row": f"sums over {name}",
+            "vocab": f"rows of {name}",
+        }.get(style, f"is read by parts of {name}")
+    return _whole_reason(plan, node)
+
+
+def _whole_reason(plan: Assignment, node: fx.Node) -> str:
+    """Why a parameter is replicated."""
+    val, choices = node.meta["val"], plan.choices
+    if choices.cost.size == 1:
+        return "there is one rank"
+    if not node.users:
+        return "the forward does not read it"
+    bare = [u for u in readers(plan.problem, node) if u.meta.get("rule") is None]
+    if bare:
+        return f"{op_text(bare[0])} {reason_for(bare[0].target)}"
+    if val.ndim < 2:
+        size = bytes_text(bytes_of(val))
+        return f"no matrix: {size} on every rank, and its readers need it whole"
+    reasons = [unsplit(node, dim, choices) for dim in node.meta["dims"][0]]
+    if all(reasons):
+        return "; ".join(dict.fromkeys(reasons))
+    twin = next(n for n in plan.problem.variable if n.name == node.name)
+    states = [s for s in plan.problem.states[twin] if s != R]
+    whys = [blocked(plan.problem, twin, s) for s in states]
+    if all(whys):
+        return "; ".join(dict.fromkeys(whys))
+    return "splitting it costs more than it saves"

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
+from tpcompile.aliasing import describes_anew, folds, lies_in_operand
 from tpcompile.cost import hint
 from tpcompile.dims import Dim, MaybeDim, contains
 from tpcompile.layout import share
@@ -133,7 +134,7 @@ class Keeper:
         if "conversion" in node.meta:
             if self.whole or node.meta["conversion"].step.function == "copy":
                 self.storage[node, 0] = self._root(inputs[0])
-        elif inputs and _is_view(node, inputs[0]):
+        elif inputs and lies_in_operand(node, inputs[0]):
             for i in range(len(values(node))):
                 self.storage[node, i] = self._root(inputs[0])
 
@@ -145,13 +146,22 @@ class Keeper:
             self._attention(node, inputs)
         elif name in ("dropout", "native_dropout"):
             self._dropout(node)
+        elif (
+            name == "embedding"
+            and self._is_split(node)
+            and not isinstance(self._state(node, 0), Dim)
+        ):
+            # A rank looks up its own rows, and zeroes the others.
+            self._fresh(node, "index", inputs[1])
+            self._fresh(node, "elsewhere", inputs[1], torch.bool)
+            return
         elif name.startswith("div.Tensor"):
             self._division(node, inputs)
         elif self._is_split_loss(node):
             self._add(node, inputs[0], 0)
             self._add(node, inputs[1], 0)
             self._fresh(node, "rows", inputs[1], torch.float32, copies=3)
-        elif not words and not any((node, i) in self.storage for i in range(len(values(node)))):
+        elif not words and not describes_anew(node):
             for source in inputs:
                 self._add(node, source, 0)
         if words & {"input", "both"} and inputs:
@@ -165,7 +175,7 @@ class Keeper:
                 if not source.meta["val"].is_floating_point():
                     self._add(node, source, 0)
         if name in _STATISTICS:
-            self._fresh(node, "stats", *_statistics(node, name, inputs[0]))
+            self._statistics(node, name, inputs[0])
 
     def _trained(self, node: fx.Node) -> bool:
         what = node.meta.get("conversion")
@@ -178,7 +188,7 @@ class Keeper:
             factors = inputs
         for i, source in enumerate(factors):
             if any(self._trained(other) for j, other in enumerate(factors) if j != i):
-                if name in ("linear", "matmul") and not _folds(source.meta["val"]):
+                if name in ("linear", "matmul") and not folds(source.meta["val"]):
                     self._fresh(node, f"folded{i}", source)
                 else:
                     self._add(node, source, 0)
@@ -194,7 +204,7 @@ class Keeper:
         if not train or p == 0:
             return
         # CPU kernels multiply by a mask of the input's dtype; the others keep one byte.
-        split = self.plan.strategies[node].split is not None and not self.whole
+        split = self._is_split(node)
         dtype = node.meta["val"].dtype if self.device == "cpu" and not split else torch.bool
         self._fresh(node, "mask", node, dtype)
 
@@ -212,10 +222,12 @@ class Keeper:
         else:
             self._add(node, node, 0)
 
-    def _is_split_loss(self, node: fx.Node) -> bool:
+    def _is_split(self, node: fx.Node) -> bool:
         strategy = self.plan.strategies.get(node)
-        is_loss = node.target is torch.ops.aten.cross_entropy_loss.default
-        return not self.whole and is_loss and strategy is not None and strategy.split is not None
+        return not self.whole and strategy is not None and strategy.split is not None
+
+    def _is_split_loss(self, node: fx.Node) -> bool:
+        return node.target is torch.ops.aten.cross_entropy_loss.default and self._is_split(node)
 
     def _state(self, node: fx.Node, index: int) -> State:
         if self.whole:
@@ -241,8 +253,13 @@ class Keeper:
         self.saved[key] = Saved(by, dims, shape, val.dtype.itemsize, self._state(node, key[1]))
 
     def _fresh(
-        self, by: fx.Node, name: str, like: fx.Node, dtype: torch.dtype | None = None,
-        copies: int = 1, drop: int = 0,
+        self,
+        by: fx.Node,
+        name: str,
+        like: fx.Node,
+        dtype: torch.dtype | None = None,
+        copies: int = 1,
+        drop: int = 0,
     ) -> None:
         """Keep something new of a value's shape, without its last `drop` dims."""
         val: Tensor = like.meta["val"]
@@ -255,55 +272,13 @@ class Keeper:
         itemsize = (dtype or val.dtype).itemsize * copies
         self.saved[by, name] = Saved(by, dims, shape, itemsize, state)
 
-
-def _statistics(node: fx.Node, name: str, x: fx.Node) -> tuple[fx.Node, torch.dtype, int, int]:
-    """(like, dtype, copies, dims dropped) of a norm's mean and reciprocal deviation."""
-    drop = len(node.args[1]) if name in ("layer_norm", "rms_norm") else x.meta["val"].ndim - 1  # type: ignore[arg-type]
-    dtype = torch.promote_types(x.meta["val"].dtype, torch.float32)
-    return x, dtype, 1 if name == "rms_norm" else 2, drop
-
-
-def _is_view(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a call's outputs lie in its first operand's memory."""
-    schema = getattr(node.target, "_schema", None)
-    name = str(node.target)
-    if name.startswith("aten.dropout"):
-        return not node.args[2] or node.args[1] == 0
-    if schema is None or not any(r.alias_info is not None for r in schema.returns):
-        return False
-    old, new = source.meta["val"], values(node)[0]
-    if old.dtype != new.dtype:
-        return False
-    if name.startswith("aten.contiguous"):
-        return _strides(old) == _strides(_contiguous_like(old))
-    if name.startswith(("aten.reshape", "aten.flatten", "aten._reshape", "aten.view", "aten.unflatten")):
-        return _viewable(old, tuple(map(hint, new.shape)))
-    return True
-
-
-def _strides(val: Tensor) -> tuple[int, ...]:
-    return tuple(hint(s) for n, s in zip(val.shape, val.stride(), strict=True) if hint(n) != 1)
-
-
-def _contiguous_like(val: Tensor) -> Tensor:
-    return torch.empty(tuple(map(hint, val.shape)), device="meta")
-
-
-def _viewable(val: Tensor, shape: tuple[int, ...]) -> bool:
-    flat = torch.empty_strided(
-        tuple(map(hint, val.shape)), tuple(map(hint, val.stride())), device="meta"
-    )
-    try:
-        flat.view(shape)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _folds(val: Tensor) -> bool:
-    """Whether a matmul can read all but the last two dims of an operand as one, without a copy."""
-    shape = tuple(map(hint, val.shape))
-    return val.ndim < 3 or _viewable(val, (prod(shape[:-2]), *shape[-2:]))
+    def _statistics(self, node: fx.Node, name: str, x: fx.Node) -> None:
+        """A norm's reciprocal deviation, and its mean."""
+        by_row = name in ("layer_norm", "rms_norm")
+        drop = len(node.args[1]) if by_row else x.meta["val"].ndim - 1  # type: ignore[arg-type]
+        own = x.meta["val"].dtype
+        dtype = own if self.device == "cpu" else torch.promote_types(own, torch.float32)
+        self._fresh(node, "statistics", x, dtype, 1 if name == "rms_norm" else 2, drop)
 
 
 __all__ = ["Keeper", "Saved"]

@@ -11,12 +11,12 @@ from tpcompile import pipeline
 from tpcompile.cost import CostModel
 from tpcompile.follow_styles import follow
 from tpcompile.hardware import Hardware
-from tpcompile.local_shapes import local_conflicts
+from tpcompile.local_shapes import fixed_program, local_conflicts
 from tpcompile.module_styles import GATHERED, GRADIENT, STYLES, Conflict, Flow, folded
 from tpcompile.passes.find_dims import find_dims
 from tpcompile.passes.name_dims import name_dims
 from tpcompile.plan import Plan
-from tpcompile.planning import Inputs, arguments_of, captured
+from tpcompile.planning import Inputs, arguments_of
 from tpcompile.profiles import DEFAULT
 from tpcompile.program import Program
 
@@ -51,7 +51,7 @@ class StyledModel:
     def of(cls, module: nn.Module, example_inputs: Inputs) -> "StyledModel":
         """Capture a model."""
         arguments = arguments_of(module, example_inputs)
-        program = pipeline.run(captured(module, *arguments), [name_dims, find_dims])
+        program = pipeline.run(fixed_program(module, arguments), [name_dims, find_dims])
         first: dict[int, str] = {}
         names = {
             name: first.setdefault(id(parameter), name)
@@ -88,11 +88,13 @@ def settle(plan: Plan, read: StyledModel, *, packed: bool) -> Search:
     search = _first(plan, read)
     _unify(search, read.module)
     while conflicts := read.conflicts(search.styles, plan.size):
-        print(*conflicts[:6],search.styles,sep="\n")
         # A row module that gets a whole value may get its part once another one is tamed.
+        first: dict[str, Conflict] = {}
         for conflict in [c for c in conflicts if c.kind == "part"] or conflicts:
             for module in conflict.modules:
-                _tame(search, read, module, conflict, packed)
+                first.setdefault(module, conflict)
+        for module, conflict in first.items():
+            _tame(search, read, module, conflict, packed)
         _unify(search, read.module)
     search.flow = read.follow(search.styles, plan.size)
     return search

@@ -8,11 +8,12 @@ import torch
 from torch import fx
 
 from tpcompile.cost import CostModel, ticks
-from tpcompile.dims import Atoms, Dim, MaybeDim, Sizes, ordered, segments_of
+from tpcompile.dims import Atoms, Dim, MaybeDim, ordered, segments_of
 from tpcompile.layout import share
 from tpcompile.placement import STAR, P, R, State
 from tpcompile.program import operands, values
 from tpcompile.rule import DimSpec, Rule
+from tpcompile.sizes import Sizes
 from tpcompile.work import Work
 
 _PREFER_WHOLE = 100.0
@@ -85,7 +86,7 @@ class Choices:
         for group in rule.linear:
             ins = tuple(P if i in group else s for i, s in enumerate(stars))
             # Of equal plans, the one that sums early rounds less.
-            late = found[0].ticks + _PREFER_WHOLE
+            late = work.partial_ticks() + _PREFER_WHOLE
             found.append(Strategy("partial", ins, (P,) * n_outs, late))
         found.extend(self._splits(node, rule, inputs, stars, work))
         return found
@@ -136,9 +137,11 @@ class Choices:
                 seen |= inside
                 leaves.update(dict.fromkeys(ordered(inside)))
         bound: dict[str, Dim] = node.meta["bound"]
-        for name in (*rule.whole, *node.meta["conflicts"]):
+        for name in rule.whole:
             if name in bound:
                 refused |= self.atoms.leaves(bound[name])
+        for dim in node.meta["conflicts"]:
+            refused |= self.atoms.leaves(dim)
         for name in rule.plain:
             if name in bound:
                 refused |= {a for a in self.atoms.splitting(bound[name])

@@ -97,8 +97,9 @@ def _parts(item: Any, is_leaf: Callable[[Any], bool]) -> Parts | None:
             return _build_model_output, (kind, tuple(names)), names, list(item.values())
         return _build_mapping, (_Shell(item), tuple(names)), names, list(item.values())
     if isinstance(item, (list, tuple)):
-        build = _build_namedtuple if hasattr(kind, "_fields") else _build_sequence
-        return build, kind, list(range(len(item))), list(item)
+        if hasattr(kind, "_fields"):
+            return _build_namedtuple, kind, list(kind._fields), list(item)
+        return _build_sequence, kind, list(range(len(item))), list(item)
     if is_dataclass(item) and not isinstance(item, type):
         names = [f.name for f in fields(item) if hasattr(item, f.name)]
         return _build_object, (kind, tuple(names)), names, [getattr(item, n) for n in names]

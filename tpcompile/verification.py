@@ -1,6 +1,7 @@
 """`verify`: run all ranks in this process and compare with the model on one device."""
 
 import copy
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from tpcompile import pipeline
 from tpcompile.capture import unflatten_output
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.clone import clone
+from tpcompile.hardware import Hardware, hardware_for
 from tpcompile.local_group import run_ranks
 from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
 from tpcompile.plan import Plan, plan_of
@@ -68,6 +70,7 @@ def verify(
     tp: int,
     sequence_parallel: bool | str = "auto",
     plan: PlanLike = None,
+    hardware: Hardware | str | os.PathLike[str] | None = None,
     seed: int = 0,
     strict: bool = False,
 ) -> Report:
@@ -76,7 +79,7 @@ def verify(
     All ranks run in this process on the CPU, through the graphs they would really run and
     collectives that exchange the real tensors; no process group is needed.  Outputs, the loss
     (the output named so, else a weighted mean of the outputs) and every gradient are compared.
-    The model is not changed.
+    The model is not changed.  `hardware` is what the plan is priced on, as for `shard`.
     """
     args, kwargs = arguments_of(model, example_inputs)
     program = captured(model, args, kwargs)
@@ -85,6 +88,7 @@ def verify(
         tp,
         sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
         pins=pins_from_plan(model, plan),
+        hardware=hardware_for(hardware, "cuda"),
     )
     check_rules(program, strict=strict)
     tensors, structure, names = bind_inputs(model, args, kwargs)

@@ -26,7 +26,7 @@ DROPOUTS = {
     aten.feature_dropout.default,
     aten.feature_alpha_dropout.default,
 }
-"""Ops that give their operand back in eval mode: schemas do not say so, fake tensors do not do so."""
+"""Ops that give their operand back in eval mode: neither schemas nor fake tensors say so."""
 
 
 def is_view(program: Program, node: fx.Node) -> bool:
@@ -37,14 +37,20 @@ def is_view(program: Program, node: fx.Node) -> bool:
     # lift_fresh's operand is a literal of the source, made anew in every call
     if node.target is aten.lift_fresh.default:
         return False
-    if node.target in DROPOUTS:
-        p, train = node.args[1:3]
-        return p == 0 or not train
+    if is_idle_dropout(node):
+        return True
     if all(r.alias_info is None for r in node.target._schema.returns):
         return False
     result = fake_value(node.target, node.args, node.kwargs, fake_mode_for(program))
     first = result if isinstance(result, Tensor) else next(iter(result), None)
     return first is not None and same_storage(x.meta["val"], first)
+
+
+def is_idle_dropout(node: fx.Node) -> bool:
+    """Whether a call is a dropout that gives back its very operand."""
+    if node.target not in DROPOUTS:
+        return False
+    return argument(node, 1, "p") == 0 or not argument(node, 2, "train")
 
 
 def scatter(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:

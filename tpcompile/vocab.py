@@ -98,7 +98,9 @@ def sharded_dropout(x: Tensor, p: float, axis: Axis, dim: int, segments: Segment
     if not x.is_contiguous():
         order.sort(key=x.stride, reverse=True)
     mask = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
-    return x * take(mask, dim, segments, size, rank).div(1 - p)
+    # Autograd then keeps one byte an element, the mask of what is dropped.
+    dropped = take(mask, dim, segments, size, rank) == 0
+    return x.masked_fill(dropped, 0) * x.new_ones(()).div(1 - p)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -7,6 +7,7 @@ from math import inf, prod
 import torch
 from torch import fx
 
+from tpcompile.aliasing import lies_in_operand
 from tpcompile.cost import CostModel, bytes_of, hint, ticks
 from tpcompile.program import operands, values
 from tpcompile.rule import Rule, Spec, factors_of
@@ -42,11 +43,14 @@ class Work:
     def __init__(self, node: fx.Node, rule: Rule | None, cost: CostModel, trained: bool) -> None:
         self.cost, self.trained = cost, trained
         self.flops = flops_of(node, rule)
+        self.reduces = rule is not None and bool(rule.inner)
+        """Whether a split op talks to the other ranks itself, as a loss over a vocabulary does."""
         self.ins = [bytes_of(n.meta["val"]) for n in operands(node)]
         outs = values(node)
         self.outs = [bytes_of(v) for v in outs]
         self.dtype: torch.dtype = outs[0].dtype
-        self.is_view = is_view(node)
+        inputs = operands(node)
+        self.is_view = bool(inputs) and lies_in_operand(node, inputs[0])
         self.contraction = _contraction(node, rule) if self.flops else None
 
     def seconds(self, fraction: float, has_in: Sequence[bool], has_out: Sequence[bool]) -> float:
@@ -65,7 +69,7 @@ class Work:
 
     def ticks(self, fraction: float, has_in: Sequence[bool], has_out: Sequence[bool]) -> float:
         """Picoseconds, what the outputs that stay in memory are worth included."""
-        if not self.flops and not self.cost.split_light:
+        if not (self.flops or self.reduces or self.cost.split_light):
             fraction = 1.0
         outs = sum(b * fraction if h else b for b, h in zip(self.outs, has_out, strict=True))
         # A partial sum is reduced at once: what stays in memory is what it is reduced to.
@@ -73,20 +77,18 @@ class Work:
         price = self.cost.kept(0.0 if self.is_view else kept, self.trained)
         return ticks(self.seconds(fraction, has_in, has_out) + price)
 
+    def partial_ticks(self) -> float:
+        """Picoseconds where partial sums go in and out.
+
+        Asked for sequence parallelism, what stays in memory of them is what they are scattered to.
+        """
+        whole = self.ticks(1.0, (False,) * len(self.ins), (False,) * len(self.outs))
+        scattered = 0 if self.is_view else sum(self.outs) * (1 - 1 / self.cost.size)
+        return whole - ticks(scattered * self.cost.output_byte)
+
     def inner_bytes(self) -> float:
         """Bytes of what a rewrite that reduces by itself sends: a few numbers a row."""
         return float(max(self.outs[0], 4))
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a call only describes its input anew (`reshape` counts, `contiguous` copies)."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
-        return False
-    if schema.returns[0].alias_info.is_write or "contiguous" in schema.name:
-        return False
-    inputs = operands(node)
-    return bool(inputs) and inputs[0].meta["val"].dtype == values(node)[0].dtype
 
 
 def flops_of(node: fx.Node, rule: Rule | None) -> float:

@@ -1,0 +1,156 @@
+"""Which variant of a sharded model runs a call: by the call's structure, then by its sizes."""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpcompile.calls import describe, examples, rebuild
+from tpcompile.capture import flatten_inputs
+from tpcompile.errors import InputError
+from tpcompile.parameters import slots
+from tpcompile.recapture import Recapture
+from tpcompile.runtime import GRAPHS, Variant
+
+
+@dataclass
+class Route:
+    """Where calls of one description go."""
+
+    order: tuple[int, ...]
+    """Which tensor of the call is the first input of the variants, the second, ..."""
+    variants: list[Variant]
+    """Of all sizes so far; shared by routes that differ in how arguments are passed."""
+
+
+class Dispatcher:
+    """The variants of one sharded model, and the way to make more."""
+
+    def __init__(self, model: nn.Module, device: str, capture: Recapture) -> None:
+        """`device` is the type of the mesh's devices."""
+        self.model, self.device, self.capture = model, device, capture
+        self.modules = list(model.modules())
+        self.parameters = [(s.module._parameters, s.attr) for (s, *_) in slots(model)]
+        self.variants: dict[Hashable, list[Variant]] = {}
+        self.routes: list[Route] = []
+        self.numbers: dict[Hashable, int] = {}
+        """Description of a call and state of the model -> its place in `routes`."""
+        self._flags: list[Any] = []
+        self._state = 0
+        self._states: dict[tuple[Any, ...], int] = {}
+
+    def add(self, args: Any, kwargs: Any, variant: Variant) -> None:
+        """Keep a variant made for these inputs."""
+        self._variants_for(args, kwargs)[1].append(variant)
+
+    def first(self) -> Variant:
+        """The variant that the model was sharded with."""
+        return next(chain.from_iterable(self.variants.values()))
+
+    def find(self, args: Any, kwargs: Any) -> tuple[Variant, list[Tensor]]:
+        """The variant that fits these inputs, made now if there is none, and its input tensors."""
+        tensors: list[Tensor] = []
+        description = describe((*args, *kwargs.values()), tensors)
+        if description is None:
+            tensors, variants = self._variants_for(args, kwargs)
+        else:
+            route = self.routes[self.number(self._key(args, kwargs, description))]
+            tensors, variants = [tensors[i] for i in route.order], route.variants
+        for variant in variants:
+            if variant.fits(*tensors):
+                return variant, tensors
+        variants.append(self.capture(args, kwargs))
+        return variants[-1], tensors
+
+    def find_traced(self, args: Any, kwargs: Any) -> tuple[Variant, list[Tensor]]:
+        """`find` as torch.compile can trace it: what depends on no tensor runs beside the trace."""
+        tensors: list[Tensor] = []
+        description = describe((*args, *kwargs.values()), tensors)
+        if description is None:
+            _refuse(type(self.model).__name__)
+        for module in self.modules:
+            module.training  # noqa: B018  (a guard)
+        key = self._key(args, kwargs, description)
+        route = self.routes[_number(self, key)]
+        ordered = [tensors[i] for i in route.order]
+        for variant in route.variants:
+            if variant.fits(*ordered):
+                return variant, ordered
+        sizes = tuple([tuple([index(n) for n in tensor.shape]) for tensor in tensors])
+        return route.variants[_capture_beside(self, key, sizes)], ordered
+
+    def number(self, key: tuple[Any, ...]) -> int:
+        """The place in `routes` of calls of this key, in the model's present state."""
+        full = (key, self.state())
+        number = self.numbers.get(full)
+        if number is None:
+            marks = examples(key[2], self.device)
+            tensors, variants = self._variants_for(*_arguments(key, marks))
+            places = {id(mark): i for i, mark in enumerate(marks)}
+            self.routes.append(Route(tuple(places[id(t)] for t in tensors), variants))
+            number = self.numbers[full] = len(self.routes) - 1
+        return number
+
+    def state(self) -> int:
+        """A number for which modules train, and which types and gradients parameters have."""
+        flags: list[Any] = [module.training for module in self.modules]
+        for parameters, attr in self.parameters:
+            flags += (parameters[attr].requires_grad, parameters[attr].dtype)
+        if flags != self._flags:
+            self._flags = flags
+            self._state = self._states.setdefault(tuple(flags), len(self._states))
+        return self._state
+
+    def immutable(self) -> Iterator[Any]:
+        """What copies of the model share."""
+        for variant in chain.from_iterable(self.variants.values()):
+            yield from (variant.program, variant.root)
+        for module in self.modules:
+            yield from (graph.module for graph in module.__dict__.get(GRAPHS, ()))
+        yield from self.capture.immutable()
+
+    def _key(self, args: Any, kwargs: Any, description: tuple[Any, ...]) -> tuple[Any, ...]:
+        on = torch.is_autocast_enabled(self.device)
+        autocast = torch.get_autocast_dtype(self.device) if on else None
+        return len(args), tuple(kwargs), description, autocast
+
+    def _variants_for(self, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Variant]]:
+        tensors, key = flatten_inputs(self.model, args, kwargs)
+        return tensors, self.variants.setdefault((key, self.state()), [])
+
+
+def _arguments(key: tuple[Any, ...], tensors: list[Tensor]) -> tuple[tuple[Any, ...], Any]:
+    """(args, kwargs) of calls of this key."""
+    count, names, description, _ = key
+    values = rebuild(description, iter(tensors))
+    return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
+
+
+# What torch.compile runs while it traces, instead of tracing it:
+
+
+@torch.compiler.assume_constant_result
+def _refuse(model: str) -> None:
+    raise InputError(
+        f"torch.compile of a sharded {model} called with an argument of a class of its own",
+        "a trace can tell tensors, numbers, strings, lists, tuples and dicts apart",
+        "pass the tensors themselves, or compile the blocks instead: block.compile()",
+    )
+
+
+@torch.compiler.assume_constant_result
+def _number(dispatcher: Dispatcher, key: tuple[Any, ...]) -> int:
+    return dispatcher.number(key)
+
+
+@torch.compiler.assume_constant_result
+def _capture_beside(dispatcher: Dispatcher, key: tuple[Any, ...], sizes: Any) -> int:
+    """Make a variant while torch.compile traces the call; its place among the route's."""
+    tensors = examples(key[2], dispatcher.device, sizes)
+    variants = dispatcher.routes[dispatcher.number(key)].variants
+    variants.append(dispatcher.capture(*_arguments(key, tensors)))
+    return len(variants) - 1

@@ -1,0 +1,134 @@
+"""Capture a sharded model again, for inputs or modes that no variant fits."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpcompile import pipeline
+from tpcompile.agreement import agree, digest, meet
+from tpcompile.emit import emit
+from tpcompile.errors import TpcompileError
+from tpcompile.hardware import Hardware
+from tpcompile.pins import pins_from_layouts
+from tpcompile.planning import captured, check_rules
+from tpcompile.program import Program
+from tpcompile.runtime import Variant
+from tpcompile.storage import ParamLayout
+from tpcompile.structure import flatten, is_tensor
+
+
+def twin_of(model: nn.Module) -> nn.Module | None:
+    """A copy of the model without weights, for later captures; None where it cannot be copied."""
+    stand_ins = {id(p): _weightless(p) for p in model.parameters()}
+    try:
+        return copy.deepcopy(model, stand_ins)
+    except Exception:
+        return None
+
+
+def _weightless(parameter: Tensor, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter of the same shape, strides and device that holds no memory."""
+    bare = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    bare.untyped_storage().resize_(0)
+    return nn.Parameter(bare, parameter.requires_grad)
+
+
+class Recapture:
+    """Captures, plans and emits again, parameters where they are; all ranks take part."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        twin: nn.Module | None,
+        layouts: Mapping[str, ParamLayout],
+        group: dist.ProcessGroup,
+        sequence_parallel: bool | str,
+        hardware: Hardware,
+    ) -> None:
+        """`twin` and `model` have the same modules now; users may wrap the model's later."""
+        self.name, self.twin, self.layouts, self.group = type(model).__name__, twin, layouts, group
+        self.axis = (group.group_name, group.size(), group.rank())
+        self.sequence_parallel, self.hardware = sequence_parallel, hardware
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.pairs = [] if twin is None else list(zip(twin.modules(), model.modules(), strict=True))
+
+    def __call__(self, args: Any, kwargs: Any) -> Variant:
+        """A variant for these inputs.
+
+        Raises:
+            RankMismatchError: The other ranks need none now, or one for other inputs.
+        """
+        asked = f"call {self.name} with inputs of a new kind"
+        meet(self.group, asked, _text(args, kwargs))
+        with torch.inference_mode(False):
+            args, kwargs = _normal(args, kwargs)
+            program = agree(
+                asked,
+                lambda: self._plan(args, kwargs),
+                lambda program: {"plan": digest(program)},
+                self.group,
+            )
+            pipeline.local(program, self.axis)
+            pipeline.run(program, pipeline.EMIT)
+            return emit(program, self.modules, self.axis[2])
+
+    def immutable(self) -> Iterator[Any]:
+        """What copies of the model share; the twin has no weights that could be copied."""
+        yield from (twin for twin, _ in self.pairs)
+        yield self.group
+        yield self.layouts
+
+    def _plan(self, args: Any, kwargs: Any) -> Program:
+        if self.twin is None:
+            raise TpcompileError(
+                f"{self.name} called with inputs of another structure",
+                "the model could not be copied when it was sharded, so it cannot be traced again",
+                "make it deepcopy-able, or pass example_inputs of this structure to shard",
+            )
+        for mine, theirs in self.pairs:
+            _follow(mine, theirs)
+        program = captured(self.twin, args, kwargs)
+        pins = pins_from_layouts(self.layouts)
+        pipeline.plan(
+            program,
+            self.axis[1],
+            sequence_parallel=self.sequence_parallel,
+            pins=pins,
+            hardware=self.hardware,
+        )
+        check_rules(program, strict=False)
+        return program
+
+
+def _follow(mine: nn.Module, theirs: nn.Module) -> None:
+    """Give a module of the twin the mode, types and gradients of the model's."""
+    mine.training = theirs.training
+    for attr, parameter in mine.named_parameters(recurse=False, remove_duplicate=False):
+        wanted = theirs._parameters[attr]
+        assert wanted is not None
+        if parameter.dtype != wanted.dtype:
+            parameter.data = _weightless(parameter, wanted.dtype).data
+        parameter.requires_grad_(wanted.requires_grad)
+    for attr, buffer in mine.named_buffers(recurse=False, remove_duplicate=False):
+        wanted = theirs._buffers[attr]
+        assert wanted is not None
+        mine._buffers[attr] = buffer.to(wanted.dtype)
+
+
+def _normal(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with copies of tensors that were made in inference mode."""
+    tensors, structure, _ = flatten((args, kwargs), is_tensor)
+    return structure.unflatten(t.clone() if t.is_inference() else t for t in tensors)
+
+
+def _text(args: Any, kwargs: Any) -> str:
+    """Names, types and shapes of the inputs' tensors."""
+    tensors, _, names = flatten((args, kwargs), is_tensor)
+    return ", ".join(
+        f"{name.partition('.')[2]} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        for name, t in zip(names, tensors, strict=True)
+    )
