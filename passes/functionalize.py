@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from tpcompile.errors import CaptureError
 from tpcompile.in_place import functional_value, new_running_stats, written_operand
 from tpcompile.program import Program
+from tpcompile.program_edit import arguments
 from tpcompile.rewrites import Rewriter
 from tpcompile.views import is_view, scatter
 
@@ -88,16 +90,16 @@ class _Functionalizer:
             self.origins[new] = arg
             return new
 
-        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), current)
+        node.args, node.kwargs = map_arg((arguments(node), node.kwargs), current)
 
     def _origin(self, node: fx.Node) -> fx.Node:
         return self.origins.get(node, node)
 
     def _view_of(self, node: fx.Node, shares: bool) -> fx.Node | None:
         if node.target is operator.getitem:
-            source = self._origin(node.args[0])
+            source = self._origin(arguments(node)[0])
             return source if source in self.parent else None
-        return self._origin(node.args[0]) if shares else None
+        return self._origin(arguments(node)[0]) if shares else None
 
     def _base(self, node: fx.Node) -> fx.Node:
         while node in self.parent:
@@ -114,7 +116,7 @@ class _Functionalizer:
             return known[1]
         parent = self._current(self.parent[node])
         target = aten.reshape.default if node.target is aten.view.default else node.target
-        new = self.rewriter(target, parent, *node.args[1:], **node.kwargs)
+        new = self.rewriter(target, parent, *arguments(node)[1:], **node.kwargs)
         self.value[node] = (version, new)
         return new
 
@@ -163,7 +165,7 @@ class _Functionalizer:
             if _needs_grad(new, {}):
                 new = self.rewriter(aten.detach.default, new)
             news.append(new)
-        output.args = ((*output.args[0], *news),)
+        output.args = ((*arguments(output)[0], *news),)
         self.program.updates = (*assigned, *(node.name for node in changed))
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from tpcompile.autocast import explicit_casts
 from tpcompile.errors import CaptureError
 from tpcompile.program import Program
-from tpcompile.program_edit import call
+from tpcompile.program_edit import arguments, call, op
 from tpcompile.torch_private import HigherOrderOperator
 
 aten = torch.ops.aten
@@ -30,9 +31,9 @@ def inline_regions(program: Program) -> Program:
         if node.target not in (SET_GRAD, AUTOCAST):
             _check_plain(node)
             continue
-        results = _Region(program, node).run(node, regions, _State(), node.args)
+        results = _Region(program, node).run(node, regions, _State(), arguments(node))
         for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[arguments(user)[1]])
             graph.erase_node(user)
         graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):
@@ -63,7 +64,7 @@ class _Region:
     ) -> list[Any]:
         """Inline the region that `node` calls with `args`; the nodes of its outputs."""
         state, body_node, inputs = _enter(node, state, args)
-        body = owner[body_node.target]
+        body = owner[op(body_node)]
         children = dict(body.named_children())
         env: dict[fx.Node, Any] = {}
         given = iter(inputs)
@@ -73,27 +74,27 @@ class _Region:
             elif inner.op == "get_attr":
                 env[inner] = inner
             elif inner.op == "output":
-                return list(fx.node.map_arg(inner.args[0], env.__getitem__))
+                return list(map_arg(arguments(inner)[0], env.__getitem__))
             elif inner.target in (SET_GRAD, AUTOCAST):
-                mapped = fx.node.map_arg(inner.args, env.__getitem__)
+                mapped = map_arg(arguments(inner), env.__getitem__)
                 env[inner] = self.run(inner, children, state, mapped)
-            elif inner.target is operator.getitem and isinstance(env[inner.args[0]], list):
-                env[inner] = env[inner.args[0]][inner.args[1]]
+            elif inner.target is operator.getitem and isinstance(env[arguments(inner)[0]], list):
+                env[inner] = env[arguments(inner)[0]][arguments(inner)[1]]
             else:
                 _check_plain(inner)
                 env[inner] = self._copy(inner, env, state)
         raise AssertionError("a graph ends with an output node")
 
     def _copy(self, inner: fx.Node, env: dict[fx.Node, Any], state: _State) -> fx.Node:
-        args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), env.__getitem__)
+        args, kwargs = map_arg((arguments(inner), inner.kwargs), env.__getitem__)
         if not state.grad:
-            args, kwargs = fx.node.map_arg((args, kwargs), lambda n: self._detach(n, inner))
+            args, kwargs = map_arg((args, kwargs), lambda n: self._detach(n, inner))
         if state.autocast is not None:
             args, kwargs = explicit_casts(
                 self.program, self.before, inner, args, kwargs, state.autocast, self.casts
             )
         with self.program.graph.inserting_before(self.before):
-            node = self.program.graph.call_function(inner.target, args, kwargs)
+            node = self.program.graph.call_function(op(inner), args, kwargs)
         node.meta = dict(inner.meta)
         if not state.grad:
             self.detached[node] = node

@@ -168,7 +168,7 @@ class _Binding:
         if (1 if dim is None else dim.size) == size:
             return dim
         # The rule compared sizes, and codes have no order: 32 rows cut to a length of a symbol.
-        self.conflicts.update(name for term in spec for name in term)
+        self.conflicts += terms
         return None if size == 1 else Dim(size)
 
     def _term(self, term: Term) -> MaybeDim:

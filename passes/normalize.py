@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 import tpcompile.rewrites_matmul  # noqa: F401  registers rewrites
 from tpcompile.program import Program
+from tpcompile.program_edit import arguments, op
 from tpcompile.rewrites import REWRITES, Rewriter, same_shape
 from tpcompile.torch_private import OpOverload
 from tpcompile.views import is_idle_dropout
@@ -75,16 +76,17 @@ def _rewrite(rewriter: Rewriter, node: fx.Node) -> bool:
 def _replace_items(node: fx.Node, items: list[fx.Node]) -> None:
     for user in list(node.users):
         assert user.target is operator.getitem
-        user.replace_all_uses_with(items[user.args[1]])
+        user.replace_all_uses_with(items[arguments(user)[1]])
         node.graph.erase_node(user)
 
 
 def _without_effect(node: fx.Node) -> fx.Node | None:
     """What a node gives back unchanged, or None."""
-    x = node.args[0] if node.args else None
+    x = arguments(node)[0] if arguments(node) else None
     if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), Tensor):
         return None
-    old, new = x.meta["val"], node.meta.get("val")
+    old: Tensor = x.meta["val"]
+    new: Any = node.meta.get("val")
     target = node.target
     if target in COPIES:
         return x
@@ -109,12 +111,14 @@ def _changes_strides(node: fx.Node) -> bool:
 
 
 def _is_full_slice(node: fx.Node, x: Tensor) -> bool:
-    dim, begin, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    given, defaults = arguments(node)[1:], (0, None, None, 1)
+    spelled: list[Any] = [*given, *defaults[len(given) :]]
+    dim, begin, end, step = spelled
     if begin not in (0, None) or step != 1 or node.kwargs:
         return False
     if end is None or end == sys.maxsize:
         return True
-    size = x.shape[dim]
+    size: Any = x.shape[dim]
     return isinstance(end, int) and isinstance(size, int) and end >= size
 
 
@@ -129,9 +133,9 @@ def _order_kwargs(node: fx.Node) -> None:
     """Arguments by position as far as they go, the rest in the schema's order."""
     if not node.kwargs or not isinstance(node.target, OpOverload):
         return
-    args, kwargs = list(node.args), dict(node.kwargs)
+    args, kwargs = list(arguments(node)), dict(node.kwargs)
     ordered: dict[str, Any] = {}
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(op(node)._schema.arguments):
         if argument.name not in kwargs:
             continue
         if i == len(args) and not argument.kwarg_only:

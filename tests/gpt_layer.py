@@ -1,4 +1,4 @@
-"""A transformer layer as Korthikanti et al. (2022) count it, and what autograd really keeps of it."""
+"""A layer as Korthikanti et al. (2022) count it, and what autograd really keeps of a model."""
 
 import math
 from typing import Any

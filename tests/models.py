@@ -129,7 +129,7 @@ def plain(*, train: bool = False, batch: int = 2, seq: int = 8, **config: Any) -
     return Example(model, {"ids": ids, "labels": labels})
 
 
-def _hf(name: str, config_name: str, *, single: bool, **config: Any) -> Example:
+def _hf(name: str, config_name: str, **config: Any) -> Example:
     import transformers
 
     torch.manual_seed(0)
@@ -139,18 +139,19 @@ def _hf(name: str, config_name: str, *, single: bool, **config: Any) -> Example:
     if name == "ViTForImageClassification":
         generator = torch.Generator().manual_seed(7)
         pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
-        return Example(model, {"pixel_values": pixels, "labels": torch.tensor([1, 3])}, single)
+        return Example(model, {"pixel_values": pixels, "labels": torch.tensor([1, 3])})
     ids = token_ids()
     inputs = {"input_ids": ids, "labels": ids.clone()}
-    if name != "BertForMaskedLM":
-        inputs["use_cache"] = False  # the model would return keys and values whole
-    return Example(model, inputs, single)
+    if name == "BertForMaskedLM":
+        return Example(model, inputs)
+    # Causal models compute the loss in float32, and would return keys and values whole.
+    return Example(model, {**inputs, "use_cache": False}, single=True)
 
 
 def gpt2(layers: int = 2) -> Example:
     """Fused c_attn stored [in, out], tied head, learned positions."""
     return _hf(
-        "GPT2LMHeadModel", "GPT2Config", single=False, vocab_size=VOCAB, n_positions=16, n_embd=32,
+        "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_positions=16, n_embd=32,
         n_layer=layers, n_head=4, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
@@ -164,19 +165,19 @@ _LLAMA = {
 def llama(layers: int = 2, **config: Any) -> Example:
     """Grouped queries, rotary positions, gated MLP, untied head."""
     settings = {**_LLAMA, "num_hidden_layers": layers, **config}
-    return _hf("LlamaForCausalLM", "LlamaConfig", single=True, **settings)
+    return _hf("LlamaForCausalLM", "LlamaConfig", **settings)
 
 
 def qwen2() -> Example:
     """As Llama, with biases on q, k and v, and a tied head."""
     settings = {**_LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True}
-    return _hf("Qwen2ForCausalLM", "Qwen2Config", single=True, **settings)
+    return _hf("Qwen2ForCausalLM", "Qwen2Config", **settings)
 
 
 def bert() -> Example:
     """Post-norm encoder, masked-token head with a bias of its own."""
     return _hf(
-        "BertForMaskedLM", "BertConfig", single=False, vocab_size=VOCAB, hidden_size=32,
+        "BertForMaskedLM", "BertConfig", vocab_size=VOCAB, hidden_size=32,
         num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=16,
     )  # fmt: skip
@@ -185,7 +186,7 @@ def bert() -> Example:
 def opt() -> Example:
     """Learned positions with an offset, ReLU, tied head."""
     return _hf(
-        "OPTForCausalLM", "OPTConfig", single=False, vocab_size=VOCAB, hidden_size=32, ffn_dim=48,
+        "OPTForCausalLM", "OPTConfig", vocab_size=VOCAB, hidden_size=32, ffn_dim=48,
         num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
         word_embed_proj_dim=32, pad_token_id=1,
     )  # fmt: skip
@@ -194,7 +195,7 @@ def opt() -> Example:
 def vit() -> Example:
     """Patches by a convolution, a class token, an odd sequence length."""
     return _hf(
-        "ViTForImageClassification", "ViTConfig", single=False, hidden_size=32,
+        "ViTForImageClassification", "ViTConfig", hidden_size=32,
         num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16,
         patch_size=8, num_labels=5,
     )  # fmt: skip
@@ -203,7 +204,7 @@ def vit() -> Example:
 def gptj(layers: int = 2) -> Example:
     """Attention and MLP in parallel behind one norm."""
     return _hf(
-        "GPTJForCausalLM", "GPTJConfig", single=False, vocab_size=VOCAB, n_positions=16, n_embd=32,
+        "GPTJForCausalLM", "GPTJConfig", vocab_size=VOCAB, n_positions=16, n_embd=32,
         n_layer=layers, n_head=4, rotary_dim=4, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
@@ -211,7 +212,7 @@ def gptj(layers: int = 2) -> Example:
 def neox(layers: int = 2) -> Example:
     """Attention and MLP in parallel, each behind a norm of its own; q, k, v interleaved by head."""
     return _hf(
-        "GPTNeoXForCausalLM", "GPTNeoXConfig", single=False, vocab_size=VOCAB, hidden_size=32,
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", vocab_size=VOCAB, hidden_size=32,
         num_hidden_layers=layers, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=16, use_parallel_residual=True, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip

@@ -150,10 +150,11 @@ def test_shares_of_a_fused_dim_are_written() -> None:
 
 def test_split_off_blocks_are_sections() -> None:
     """Blocks that read alike are one section, with parameters under names relative to it."""
-    text = small()["split_blocks"]
-    assert re.findall(r"^block (.*):$", text, re.MULTILINE) == ["blocks.0, blocks.1"]
-    assert "  down.weight : f64[hidden, ffn/2] S(ffn) = parameter\n" in text
-    assert re.search(r"= call_block\(blocks\.0, %", text)
+    example = models.vit()
+    text = tpcompile.stages(example.model, example.inputs, tp=2)["split_blocks"]
+    assert re.findall(r"^block (.*):$", text, re.MULTILINE) == ["vit.layers.0, vit.layers.1"]
+    assert "  mlp.fc2.weight : f64[hidden, ffn/2] S(ffn) = parameter\n" in text
+    assert re.search(r"= call_block\(vit\.layers\.0, %", text)
 
 
 def test_one_tensor_passed_twice_is_two_inputs() -> None:

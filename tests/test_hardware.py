@@ -93,7 +93,7 @@ def test_op_seconds():
     ],
 )
 def test_split_matmul(marks: tuple[bool, bool, bool], sides: tuple[int, int, int]):
-    """Which side shrinks follows from which tensors have the split dim; a batch dim shrinks none."""
+    """Which side shrinks follows from which tensors have the dim; a batch dim shrinks none."""
     assert Sides(8, 16, 32).split(0.25, *marks) == Sides(*sides)
 
 

@@ -1,8 +1,12 @@
 """Tensor parallelism for unmodified PyTorch models, by compilation."""
 
+from tpcompile.advice import Advice
+from tpcompile.advise import advise
+from tpcompile.calibrate import calibrate
 from tpcompile.errors import (
     CaptureError,
     CheckpointError,
+    HardwareError,
     InputError,
     MeshError,
     RankMismatchError,
@@ -11,6 +15,7 @@ from tpcompile.errors import (
     UnsupportedOpError,
 )
 from tpcompile.explain import Explanation, explain
+from tpcompile.hardware import Hardware, Link
 from tpcompile.plan import Plan
 from tpcompile.safetensors_files import load_safetensors
 from tpcompile.sharded_module import blocks, graph_module
@@ -20,10 +25,14 @@ from tpcompile.state import full_state_dict, load_state_dict
 from tpcompile.verification import Report, verify
 
 __all__ = [
+    "Advice",
     "CaptureError",
     "CheckpointError",
     "Explanation",
+    "Hardware",
+    "HardwareError",
     "InputError",
+    "Link",
     "MeshError",
     "Plan",
     "RankMismatchError",
@@ -34,6 +43,8 @@ __all__ = [
     "UnsupportedOpError",
     "blocks",
     "dump",
+    "advise",
+    "calibrate",
     "explain",
     "full_state_dict",
     "graph_module",

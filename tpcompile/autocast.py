@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from .errors import CaptureError
 from .program import Program
-from .program_edit import call, fake_mode_for, fake_value
+from .program_edit import call, fake_mode_for, fake_value, op
 from .quiet import quiet
 from .torch_private import OpOverload, TorchDispatchMode, pytree
 
@@ -66,7 +67,7 @@ def _gives(
         cast_args, cast_kwargs = pytree.tree_map_only(
             Tensor, lambda t: t.to(wanted.get(id(t), t.dtype)), (call_args, call_kwargs)
         )
-        return node.target(*cast_args, **cast_kwargs)  # type: ignore[operator]
+        return op(node)(*cast_args, **cast_kwargs)
 
     try:
         with quiet():
@@ -94,7 +95,7 @@ def _cast(
             made[n, dtype] = new
         return new
 
-    return fx.node.map_arg((args, kwargs), cast)
+    return map_arg((args, kwargs), cast)
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:
@@ -133,7 +134,7 @@ def _casts(
                 kind, dtype = autocast
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             stack.enter_context(casts)
-            node.target(*call_args, **call_kwargs)  # type: ignore[operator]
+            op(node)(*call_args, **call_kwargs)
 
     try:
         with quiet():

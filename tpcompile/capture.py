@@ -191,7 +191,8 @@ def _one_device(model: nn.Module, strict: bool) -> Iterator[Any]:
 
     # watch_forward puts the registries back
     for module in model.modules():
-        for registry in (module._parameters, module._buffers):
+        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for registry in registries:
             registry.update({k: to_meta(t) for k, t in registry.items() if t is not None})
     yield to_meta
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from .capture_watch import is_user_file
 from .program import Leaf, LeafKind, Program
+from .program_edit import arguments
 from .structure import Structure, flatten
 from .torch_private import FakeTensor, pytree, shape_guards, sym_expr
 
@@ -59,7 +60,7 @@ def _leaves(exported: torch.export.ExportedProgram, names: list[str]) -> dict[st
         if kind == "input":
             leaves[name] = Leaf(kind, next(inputs))
         elif kind == "constant":
-            value = exported.constants[str(spec.target)]
+            value: Any = exported.constants[str(spec.target)]
             if isinstance(value, FakeTensor):
                 raise ValueError(f"tracing lost sight of a tensor {list(value.shape)} it made")
             leaves[name] = Leaf(kind, name, value)
@@ -97,9 +98,11 @@ def _set_outputs(
     program: Program, exported: torch.export.ExportedProgram, out_spec: Structure | None
 ) -> None:
     output = program.output()
-    flat = list(output.args[0])
+    flat = list(arguments(output)[0])
     if out_spec is None:
-        spec = exported.module_call_graph[0].signature.out_spec
+        signature = exported.module_call_graph[0].signature
+        assert signature is not None
+        spec = signature.out_spec
         flat, out_spec, _ = flatten(
             pytree.tree_unflatten(flat, spec), lambda value: isinstance(value, fx.Node)
         )

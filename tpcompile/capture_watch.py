@@ -36,11 +36,12 @@ def watch_forward(model: nn.Module) -> Iterator[Watch]:
     """
     watch = Watch()
     before = [(name, module, _attributes(module)) for name, module in model.named_modules()]
-    hook, apply = checkpoint_hook(), torch.autograd.Function.__dict__["apply"]
+    function: Any = torch.autograd.Function
+    hook, apply = checkpoint_hook(), vars(function)["apply"]
 
-    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
         watch.checkpointed = True
-        return hook(function, *args, **kwargs)
+        return hook(*args, **kwargs)
 
     def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
@@ -51,11 +52,11 @@ def watch_forward(model: nn.Module) -> Iterator[Watch]:
         raise _function_error(cls)
 
     set_checkpoint_hook(checkpoint)
-    torch.autograd.Function.apply = classmethod(guarded_apply)
+    function.apply = classmethod(guarded_apply)
     try:
         yield watch
     finally:
-        torch.autograd.Function.apply = apply
+        function.apply = apply
         set_checkpoint_hook(hook)
         for name, module, attributes in before:
             watch.assigned += _restore(name, module, attributes)

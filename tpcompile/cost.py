@@ -21,7 +21,7 @@ class CostModel:
 
     size: int
     hardware: Hardware = DEFAULT
-    weight_byte: float = 1e-9
+    weight_byte: float = 2e-9
     """Seconds a resident byte of a weight matrix is worth: it decides that weights are sharded
     where they can be, as the user who asks for tensor parallelism wants."""
     state_factor: float = 4.0

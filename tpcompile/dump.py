@@ -78,6 +78,8 @@ def expression(node: fx.Node, labels: Labels) -> str:
 
 def remarks(node: fx.Node, labels: Labels) -> list[str]:
     """Module path, style of the parameter that is read, what a conversion converts."""
+    if node.op == "placeholder":
+        return []
     found = []
     parameters = [name for name in map(_parameter(labels), node.all_input_nodes) if name]
     path = node.meta.get("path", "")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tpcompile.errors import ShardingError
 from tpcompile.module_styles import GRADIENT, STYLES, folded
@@ -31,17 +31,21 @@ class ForeignPlan(dict[str, Any]):
     """Modules that hand out or take whole values although tpcompile passes on parts -> why."""
     tied: dict[str, str]
     """Parameter of a styled module -> the other name of the same parameter."""
+    written: dict[str, str]
+    """Styled module whose output the model changes in place, which autograd refuses -> where."""
 
     def __init__(self, styles: Mapping[str, Any]) -> None:
         super().__init__(styles)
-        self.left_whole, self.gathered, self.tied = {}, {}, {}
+        self.left_whole, self.gathered, self.tied, self.written = {}, {}, {}, {}
 
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
         lines = [f"{name:{width}}  {style_text(style)}" for name, style in self.items()]
         lines += [f"left whole: {name}: {why}" for name, why in self.left_whole.items()]
         lines += [f"gathered: {name}: {why}" for name, why in self.gathered.items()]
-        return "\n".join(lines + [f"tied: {a} to {b}" for a, b in self.tied.items()])
+        lines += [f"tied: {a} to {b}" for a, b in self.tied.items()]
+        refused = "not for training: autograd refuses that the output is changed in place"
+        return "\n".join(lines + [f"{refused}: {a} ({b})" for a, b in self.written.items()])
 
 
 def style_text(style: Any) -> str:
@@ -72,8 +76,8 @@ def to_hf_tp_plan(plan: Any, model: nn.Module, example_inputs: Inputs = None) ->
 def to_parallelize_plan(plan: Any, model: nn.Module, example_inputs: Inputs = None) -> ForeignPlan:
     """The plan as `torch.distributed.tensor.parallel.parallelize_module` takes it.
 
-    Arguments as of `to_hf_tp_plan`.  `parallelize_module` unties tied weights: assign each module
-    of `.tied` the weight of its partner again afterwards.
+    Arguments as of `to_hf_tp_plan`.  `parallelize_module` unties tied weights: `tie_again` mends
+    that.
     """
     given, read = _plan_of(plan), StyledModel.of(model, example_inputs)
     search = settle(given, read, packed=False)
@@ -82,6 +86,22 @@ def to_parallelize_plan(plan: Any, model: nn.Module, example_inputs: Inputs = No
         folded(name): _torch_style(style, dims.get(name)) for name, style in search.styles.items()
     }
     return _foreign(styles, search, read)
+
+
+def tie_again(model: nn.Module, plan: ForeignPlan) -> nn.Module:
+    """Make one parameter again of the tied ones that `parallelize_module(model, ..., plan)` untied.
+
+    Returns:
+        The model, changed in place.
+    """
+    for names in plan.tied.items():
+        owners = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        shorts = [name.rpartition(".")[2] for name in names]
+        both = [getattr(owner, short) for owner, short in zip(owners, shorts, strict=True)]
+        kept = next((p for p in both if isinstance(p, DTensor)), both[0])
+        for owner, short in zip(owners, shorts, strict=True):
+            setattr(owner, short, kept)
+    return model
 
 
 def from_hf_tp_plan(
@@ -150,6 +170,7 @@ def _foreign(styles: dict[str, Any], search: Search, read: StyledModel) -> Forei
     found = ForeignPlan(styles)
     found.left_whole = {folded(name): why for name, why in search.left.items()}
     found.gathered = {folded(name): why for name, why in search.gathered.items()}
+    found.written = {folded(n): why for n, why in read.written.items() if n in search.styles}
     for name, first in read.names.items():
         if name != first and {name.rpartition(".")[0], first.rpartition(".")[0]} & {*search.styles}:
             found.tied[name] = first

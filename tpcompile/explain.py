@@ -60,8 +60,14 @@ class Explanation:
         self.program, self.optimizer = program, optimizer_for(optimizer)
         self.size: int = program.extra["cost"].size
         self.hardware: Hardware = program.extra["cost"].hardware
-        self.symbols = Symbols(program.extra["sizes"], self.size)
+        self._symbols = Symbols(program.extra["sizes"], self.size)
         self._plan: Assignment = program.extra["assignment"]
+
+    @property
+    def symbols(self) -> Symbols:
+        """The symbols of all formulas, and their values in the example."""
+        assert self.activation_formula is not None  # it has them all
+        return self._symbols
 
     @cached_property
     def plan(self) -> Plan:
@@ -102,7 +108,7 @@ class Explanation:
     @cached_property
     def activation_formula(self) -> Any:
         """Bytes of saved activations on a rank, a sympy expression."""
-        return activation_formula(self.program, self.symbols)
+        return activation_formula(self.program, self._symbols)
 
     @cached_property
     def times(self) -> Times:

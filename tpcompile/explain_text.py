@@ -33,7 +33,6 @@ def full_text(explanation: Any) -> str:
 def _totals(e: Any) -> str:
     solver, graph = e.certificate
     agreed = "the same" if solver == graph else seconds_text(graph)
-    assert e.activation_formula is not None  # names all symbols
     elements = sum(_numel(row.shape) for row in e.parameters)
     sizes = ", ".join(f"{k} = {v}" for k, v in e.symbols.values.items())
     slow = sorted(e.phases.items(), key=lambda item: -item[1])

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from torch import fx
 
 from tpcompile.cost import CostModel, bytes_of
-from tpcompile.dims import Dim, segments_of, text_of
+from tpcompile.dims import Dim, segments_of
 from tpcompile.module_styles import GRADIENT, STYLES, Conflict, Flow, Held, Sent, Style
 from tpcompile.placement import P
 from tpcompile.program import Program, operands, values
 from tpcompile.strategies import Choices
 from tpcompile.work import Work
+
+_TURNS = ("permute", "transpose", "t")
+"""How `x @ weight.T` turns its weight."""
 
 
 def follow(program: Program, styles: Mapping[str, str], cost: CostModel) -> Flow:
@@ -70,24 +73,23 @@ class _Follower:
         if node.target is operator.getitem:
             return [self._held(node, node)]
         style = self.styles.get(path)
-        if style is not None and style.dim is not None and _weight_of(node, self.program):
+        if style is not None and style.dim is not None and _weight_of(node, self.program)[1]:
             return self._apply(node, path, style)
         return self._pass(node, path, style)
 
     def _apply(self, node: fx.Node, path: str, style: Style) -> list[Held | None]:
         """The styled module's own op: a linear or a lookup."""
-        weight = _weight_of(node, self.program)
+        slot, weight = _weight_of(node, self.program)
         assert weight is not None
         assert style.dim is not None
-        data = next(source for source in operands(node) if source is not weight)
+        data = next(source for i, source in enumerate(operands(node)) if i != slot)
         given, lookup = self._held(data, node), _is_lookup(node)
         atom = self._atom(weight.meta["dims"][0][style.dim], style.outer)
         own = Held(atom, frozenset((path,)))
         self.flow.applied.add(path)
         self._count(node, path, style, data)
-        split = [
-            own if n is weight or (style.dim == 1 and not lookup) else None for n in operands(node)
-        ]
+        row = style.dim == 1 and not lookup
+        split = [own if i == slot or row else None for i in range(len(operands(node)))]
         self._work(node, split, [own if style.dim == 0 and not lookup else None])
         if style.takes == "part":
             self._take_part(node, path, given, atom)
@@ -152,21 +154,21 @@ class _Follower:
         if len(atoms) > 1:
             return f"{op} meets values that are split by different dims"
         if atom is None:
-            return f"{op} gets chunks that hold no whole number of heads or other units"
+            return f"{op} gets equal chunks that are no whole number of its units"
         if rule is None:
             return f"{op} has no sharding rule"
         in_dims = [n.meta["dims"][0] for n in inputs]
         if atom not in self.choices.candidates(node, rule, in_dims, node.meta["dims"]):
-            return f"{op} needs all of {text_of(atom)}"
+            return f"{op} needs all {self.choices.hint(atom)} of {_name_of(atom)}"
         for source, held, dims in zip(inputs, given, in_dims, strict=True):
             if held is None and any(atom in self.choices.atoms.leaves(d) for d in dims):
-                whole = _value_name(source, self.program)
-                return f"{op} meets {whole}, which has all of {text_of(atom)}"
+                whole, units = _value_name(source, self.program), self.choices.hint(atom)
+                return f"{op} meets {whole} with all {units} of {_name_of(atom)}"
         chosen = next(s for s in self.choices.strategies(node) if s.split is atom)
         if P in chosen.outs:
-            return f"{op} sums over {text_of(atom)}, and no style reduces its result"
+            return f"{op} sums over {_name_of(atom)}, and no style reduces its result"
         if any(self._bound_has(node, name, atom) for name in rule.inner):
-            return f"{op} reduces over {text_of(atom)} on each rank alone"
+            return f"{op} reduces over {_name_of(atom)} on each rank alone"
         return ""
 
     def _bound_has(self, node: fx.Node, name: str, atom: Dim) -> bool:
@@ -246,15 +248,16 @@ def _is_lookup(node: fx.Node) -> bool:
     return str(node.target).startswith("aten.embedding")
 
 
-def _weight_of(node: fx.Node, program: Program) -> fx.Node | None:
-    """The parameter matrix that a linear or a lookup reads, if the node is one."""
-    if not str(node.target).startswith(("aten.linear", "aten.embedding")):
-        return None
-    for source in operands(node):
-        leaf = program.leaves.get(source.name) if source.op == "placeholder" else None
-        if leaf is not None and leaf.kind == "parameter" and source.meta["val"].ndim == 2:
-            return source
-    return None
+def _weight_of(node: fx.Node, program: Program) -> tuple[int, fx.Node | None]:
+    """(slot, parameter) of the matrix that a linear, matmul or lookup reads; (0, None): none."""
+    if str(node.target).startswith(("aten.linear", "aten.matmul", "aten.mm", "aten.embedding")):
+        for slot, source in enumerate(operands(node)):
+            while source.op != "placeholder" and _op_name(source) in _TURNS:
+                source = operands(source)[0]
+            leaf = program.leaves.get(source.name) if source.op == "placeholder" else None
+            if leaf is not None and leaf.kind == "parameter" and source.meta["val"].ndim == 2:
+                return slot, source
+    return 0, None
 
 
 def _op_name(node: fx.Node) -> str:
@@ -263,4 +266,8 @@ def _op_name(node: fx.Node) -> str:
 
 def _value_name(node: fx.Node, program: Program) -> str:
     leaf = program.leaves.get(node.name) if node.op == "placeholder" else None
-    return leaf.name if leaf is not None else f"a {_op_name(node)}"
+    return leaf.name if leaf is not None else f"the value of a {_op_name(node)}"
+
+
+def _name_of(atom: Dim) -> str:
+    return atom.root().name or "an unnamed dim"

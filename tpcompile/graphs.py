@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from tpcompile.dims import Dim, contains, segments_of
-from tpcompile.dump import remarks
+from tpcompile.dump import block_labels, remarks
 from tpcompile.labels import Labels
 from tpcompile.layout import local_length
 from tpcompile.program import Program, values
-from tpcompile.runtime import GRAPHS, Variant
+from tpcompile.runtime import GRAPHS, Variant, call_block
 
 
 def graph_module_of(variant: Variant) -> fx.GraphModule:
@@ -27,15 +27,15 @@ def blocks_of(variant: Variant, modules: dict[str, nn.Module]) -> dict[str, fx.G
         found[path] = modules[path].__dict__[GRAPHS][_number(variant, path)].module
         if id(found[path]) not in seen:
             seen.add(id(found[path]))
-            _annotate(found[path].graph, Labels(variant.program, path))
+            _annotate(found[path].graph, block_labels(variant.program, path))
     return found
 
 
 def _number(variant: Variant, path: str) -> int:
     """Which of a block's graphs the variant calls."""
     parts = tuple(path.split("."))
-    calls = variant.root.graph.find_nodes(op="call_function")
-    return next(n.args[2] for n in calls if len(n.args) > 2 and n.args[1] == parts)  # type: ignore
+    calls = variant.root.graph.find_nodes(op="call_function", target=call_block)
+    return next(n.args[2] for n in calls if n.args[1] == parts)  # type: ignore[return-value]
 
 
 def _annotate(graph: fx.Graph, labels: Labels) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import CaptureError
+from .program_edit import arguments, op
 from .rewrites import Rewriter
 from .torch_private import OpOverload
 
@@ -43,37 +44,41 @@ def written_operand(node: fx.Node) -> fx.Node | None:
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    if not node.target._schema.is_mutable:
+    if not op(node)._schema.is_mutable:
         return None
-    writes = [argument.name for argument in node.target._schema.arguments if _is_written(argument)]
-    if writes == ["out"] and isinstance(node.kwargs.get("out"), fx.Node):
-        return node.kwargs["out"]
-    if writes != [node.target._schema.arguments[0].name] or not isinstance(node.args[0], fx.Node):
+    writes = [argument.name for argument in op(node)._schema.arguments if _is_written(argument)]
+    written: Any = None
+    if writes == ["out"]:
+        written = node.kwargs["out"]
+    elif writes == [op(node)._schema.arguments[0].name]:
+        written = arguments(node)[0]
+    if not isinstance(written, fx.Node):
         raise _write_error(node)
-    return node.args[0]
+    return written
 
 
 def functional_value(r: Rewriter, node: fx.Node) -> fx.Node:
     """The new value of what the in-place call `node` writes, of the same dtype and shape."""
     if "out" in node.kwargs:
-        kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
-        return _fitted(r, r(_op_without_out(node), *node.args, **kwargs), node.kwargs["out"])
-    x = node.args[0]
+        kwargs: dict[str, Any] = dict(node.kwargs)
+        out = kwargs.pop("out")
+        return _fitted(r, r(_op_without_out(node), *arguments(node), **kwargs), out)
+    x = arguments(node)[0]
     old: Tensor = x.meta["val"]
     if node.target is aten.copy_.default:
-        return _fitted(r, node.args[1], x)
+        return _fitted(r, arguments(node)[1], x)
     if node.target is aten.zero_.default:
         return r(aten.zeros_like.default, x)
-    args = node.args
-    if node.target.overloadpacket in RANDOM:
+    args = arguments(node)
+    if op(node).overloadpacket in RANDOM:
         # the new values owe nothing to the old ones, and most of these have no derivative
         args = (r(aten.detach.default, x), *args[1:])
     if node.target is aten.bernoulli_.float:
         return r(aten.bernoulli.p, args[0], *(args[1:] or (0.5,)), **node.kwargs)
     if node.target is aten.fill_.Scalar:
-        return r(aten.full_like.default, x, node.args[1])
+        return r(aten.full_like.default, x, arguments(node)[1])
     if node.target is aten.fill_.Tensor:
-        return _fitted(r, node.args[1], x)
+        return _fitted(r, arguments(node)[1], x)
     target = FUNCTIONAL.get(node.target) or _functional_op(node)
     new = r(target, *args, **node.kwargs)
     return r(aten.to.dtype, new, old.dtype) if new.meta["val"].dtype != old.dtype else new
@@ -81,9 +86,9 @@ def functional_value(r: Rewriter, node: fx.Node) -> fx.Node:
 
 def _functional_op(node: fx.Node) -> Any:
     """`add_.Tensor` -> `add.Tensor`."""
-    namespace, _, name = node.target._schema.name.partition("::")
+    namespace, _, name = op(node)._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    target = getattr(packet, node.target._overloadname, None)
+    target = getattr(packet, op(node)._overloadname, None)
     if not name.endswith("_") or target is None or target._schema.is_mutable:
         raise _write_error(node)
     if target._schema.returns[0].alias_info is not None:
@@ -94,7 +99,7 @@ def _functional_op(node: fx.Node) -> Any:
 
 def _op_without_out(node: fx.Node) -> Any:
     """`div.out` -> `div.Tensor`: the overload that takes all but `out`."""
-    schema = node.target._schema
+    schema = op(node)._schema
     namespace, _, name = schema.name.partition("::")
     wanted = [(a.name, str(a.type)) for a in schema.arguments if not _is_written(a)]
     packet = getattr(getattr(torch.ops, namespace), name)
@@ -124,7 +129,7 @@ def new_running_stats(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, fx.Node
 
     torch.nn.BatchNorm: new = (1 - momentum) * old + momentum * batch's, with the unbiased variance.
     """
-    x, weight, bias, mean, var, training, momentum, *rest = node.args
+    x, weight, bias, mean, var, training, momentum, *rest = arguments(node)
     if not training or mean is None:
         return []
     node.args = (x, weight, bias, None, None, training, momentum, *rest)

@@ -10,8 +10,8 @@ from tpcompile.hardware import Hardware
 MICROBATCHES = 32
 """Micro-batches a pipeline runs in one step where the global batch is not given."""
 _NEAR = 0.9
-"""A layout without pipeline stages is taken if it has this share of the best one's throughput:
-it needs no schedule and no cut of the model."""
+"""Share of the best throughput at which a layout with fewer pipeline stages is taken: they need a
+schedule, and cut the model."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Layout:
 def smallest_layout(degrees: Sequence[Degree], job: Job, gpus: int | None) -> Layout | None:
     """The fewest devices that hold one copy of the model; the fastest of those layouts.
 
-    A layout without checkpointing is preferred, then one without pipeline stages. How many
-    micro-batches its pipeline will run depends on the replicas beside it, so it is not asked.
+    How many micro-batches its pipeline will run depends on the replicas beside it: it is not asked.
     """
     alone = replace(job, global_batch=None)
     found = [each for each in _layouts(degrees, alone) if gpus is None or each.gpus <= gpus]
@@ -76,22 +75,15 @@ def smallest_layout(degrees: Sequence[Degree], job: Job, gpus: int | None) -> La
 
 
 def best_layout(degrees: Sequence[Degree], job: Job, gpus: int) -> Layout | None:
-    """The layout of exactly `gpus` devices with the highest throughput; None: none fits."""
+    """The layout of exactly `gpus` devices that is nearly the fastest; None: none fits."""
     return _choose([each for each in _layouts(degrees, job, gpus) if each.gpus == gpus])
 
 
 def _choose(found: Sequence[Layout]) -> Layout | None:
+    """Of the layouts that are nearly the fastest, the one with fewest pipeline stages."""
     fast = max((each.samples_per_gpu for each in found), default=0.0)
-    for stages in (1, None):
-        near = [
-            each
-            for each in found
-            if stages in (None, each.pp)
-            and each.samples_per_gpu >= (fast if stages is None else _NEAR * fast)
-        ]
-        if near:
-            return max(near, key=lambda each: (each.samples_per_gpu, -each.pp, -each.tp))
-    return None
+    near = [each for each in found if each.samples_per_gpu >= _NEAR * fast]
+    return min(near, key=lambda each: (each.pp, -each.samples_per_gpu), default=None)
 
 
 def _layouts(degrees: Sequence[Degree], job: Job, gpus: int | None = None) -> Iterator[Layout]:

@@ -24,10 +24,10 @@ from tpcompile.program import Program, operands, values
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def fixed_program(model: nn.Module, arguments: Arguments) -> Program:
-    """The normalized program of one call, for its sizes alone: so that all are numbers."""
+def fixed_capture(model: nn.Module, arguments: Arguments) -> Program:
+    """The captured program of one call, for its sizes alone: so that all are numbers."""
     args, kwargs = arguments
-    return pipeline.run(capture(model, args, kwargs, dynamic=False), pipeline.NORMALIZE)
+    return capture(model, args, kwargs, dynamic=False)
 
 
 def local_conflicts(
@@ -44,13 +44,14 @@ def local_conflicts(
     if not everything:
         return []
     try:
-        local = fixed_program(_with_cut_weights(model, styles, everything, size), arguments)
+        local = fixed_capture(_with_cut_weights(model, styles, everything, size), arguments)
+        local = pipeline.run(local, pipeline.NORMALIZE)
         return _shape_conflicts(program, local, styles, flow, size)
     except TpcompileError as error:
         failed, last = [], error
     for group in groups if len(groups) > 1 else []:
         try:
-            fixed_program(_with_cut_weights(model, styles, group, size), arguments)
+            fixed_capture(_with_cut_weights(model, styles, group, size), arguments)
         except TpcompileError as error:
             failed.append(_failure(group, error))
     return failed or [_failure(everything, last)]
@@ -105,6 +106,7 @@ def _shape_conflicts(
     """Values of the rank's program that have another shape than their part should have."""
     atoms, found = Atoms(), []
     whole_ones = {m for m, style in styles.items() if STYLES[style].gathers()}
+    weights = program.extra["facts"].only_parameters
     for mine, theirs in zip(program.calls(), local.calls(), strict=False):
         if mine.target != theirs.target or mine.meta.get("path") != theirs.meta.get("path"):
             found.append(_conflict(mine, flow, "its code takes another way on a rank's part"))
@@ -114,7 +116,7 @@ def _shape_conflicts(
             cut = mine.meta.get("path") not in whole_ones
             held = flow.held[mine][i] if cut and flow.held.get(mine) else None
             want, got = _expected(mine, i, whole, held, atoms, size), list(map(hint, part.shape))
-            if want != got:
+            if want != got and mine not in weights:
                 op = str(mine.target).removeprefix("aten.").split(".")[0]
                 text = f"{op} gives {got} on a rank's part, not {want}: its sizes are fixed"
                 found.append(_conflict(mine, flow, text))

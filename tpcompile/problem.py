@@ -15,7 +15,8 @@ from tpcompile.facts import facts_of
 from tpcompile.placement import P, R, State, Value, conversion_ticks
 from tpcompile.program import Program, values
 from tpcompile.readers import ValueKey, describe, reader_trained, readers_of
-from tpcompile.solver import Factor, Solution, solve
+from tpcompile.relaxation import solve_or_relax
+from tpcompile.solver import Factor, Solution
 from tpcompile.strategies import Choices, Facts, Strategy
 
 
@@ -248,7 +249,7 @@ class Problem:
             Infeasible: Every choice is forbidden.
         """
         pins = [factor for name, factor in self.pinned.items() if name not in without]
-        return solve(self.domains, [*self.factors, *pins, *extra])
+        return solve_or_relax(self.domains, [*self.factors, *pins, *extra])
 
     def assignment(self, solution: Solution) -> Assignment:
         """The plan a solution of the problem stands for."""

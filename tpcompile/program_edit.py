@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .program import Program
-from .torch_private import pytree
+from .torch_private import FakeTensor, pytree
 
 LOCATION = ("path", "where", "modules", "calls")
 """Meta entries a new node takes over from the node it is made for."""
@@ -32,6 +32,16 @@ def call(
     node.meta["val"] = fake_value(target, args, kwargs, fake_mode_for(program))
     copy_location(like, node)
     return node
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Positional arguments of a call; torch types them as a union that fits no use."""
+    return node.args
+
+
+def op(node: fx.Node) -> Any:
+    """Target of a call, which is no name."""
+    return node.target
 
 
 def copy_location(source: fx.Node, node: fx.Node) -> None:
@@ -70,6 +80,6 @@ def fake_mode_for(program: Program) -> Any:
 
 def _mode_of(node: fx.Node) -> Any:
     for val in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(val, Tensor) and hasattr(val, "fake_mode"):
+        if isinstance(val, FakeTensor):
             return val.fake_mode
     return None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tpcompile import pipeline
 from tpcompile.agreement import agree, digest, meet
+from tpcompile.capture_inputs import bind_inputs
 from tpcompile.emit import emit
 from tpcompile.errors import TpcompileError
 from tpcompile.hardware import Hardware
@@ -63,7 +64,7 @@ class Recapture:
             RankMismatchError: The other ranks need none now, or one for other inputs.
         """
         asked = f"call {self.name} with inputs of a new kind"
-        meet(self.group, asked, _text(args, kwargs))
+        meet(self.group, asked, self._text(args, kwargs))
         with torch.inference_mode(False):
             args, kwargs = _normal(args, kwargs)
             program = agree(
@@ -81,6 +82,14 @@ class Recapture:
         yield from (twin for twin, _ in self.pairs)
         yield self.group
         yield self.layouts
+
+    def _text(self, args: Any, kwargs: Any) -> str:
+        """Names, types and shapes of the inputs' tensors."""
+        tensors, _, names = bind_inputs(self.modules[""], args, kwargs)
+        return ", ".join(
+            f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+            for name, t in zip(names, tensors, strict=True)
+        )
 
     def _plan(self, args: Any, kwargs: Any) -> Program:
         if self.twin is None:
@@ -123,12 +132,3 @@ def _normal(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments, with copies of tensors that were made in inference mode."""
     tensors, structure, _ = flatten((args, kwargs), is_tensor)
     return structure.unflatten(t.clone() if t.is_inference() else t for t in tensors)
-
-
-def _text(args: Any, kwargs: Any) -> str:
-    """Names, types and shapes of the inputs' tensors."""
-    tensors, _, names = flatten((args, kwargs), is_tensor)
-    return ", ".join(
-        f"{name.partition('.')[2]} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-        for name, t in zip(names, tensors, strict=True)
-    )

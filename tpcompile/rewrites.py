@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from .program import Program
-from .program_edit import call
+from .program_edit import arguments, call, op
 from .torch_private import sym_expr
 
 aten = torch.ops.aten
@@ -54,8 +54,15 @@ class Rewriter:
         if expr.is_Integer:
             return int(expr)
         if expr not in self._sizes:
-            self._sizes[expr] = self(aten.sym_size.int, x, dim % x.meta["val"].ndim)
+            self._sizes[expr] = self(aten.sym_size.int, *self._source(expr, x, dim))
         return self._sizes[expr]
+
+    def _source(self, expr: Any, x: fx.Node, dim: int) -> tuple[fx.Node, int]:
+        """Where to read a size: off an input if one has it, as a value may come to be split."""
+        if expr in self.program.symbols:
+            name, place = self.program.symbols[expr]
+            return next(n for n in self.program.placeholders("input") if n.name == name), place
+        return x, dim % x.meta["val"].ndim
 
     def sizes(self, x: fx.Node) -> list[Any]:
         """All sizes of `x` as arguments."""
@@ -87,7 +94,8 @@ def rewrite(*ops: Any) -> Callable[[Rewrite], Rewrite]:
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """An argument given by position, by name, or not at all."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+    given = arguments(node)
+    return given[index] if len(given) > index else node.kwargs.get(name, default)
 
 
 def rename(**targets: Any) -> None:
@@ -95,7 +103,7 @@ def rename(**targets: Any) -> None:
     for name, target in targets.items():
         packet, _, overload = name.rpartition("_overload_")
         old = getattr(getattr(aten, packet), overload)
-        REWRITES[old] = lambda r, node, new=target: r(new, *node.args, **node.kwargs)
+        REWRITES[old] = lambda r, node, new=target: r(new, *arguments(node), **node.kwargs)
 
 
 rename(
@@ -128,11 +136,11 @@ rename(
 )
 def as_permute(r: Rewriter, node: fx.Node) -> fx.Node:
     """permute.default with every dim given."""
-    x = node.args[0]
+    x = arguments(node)[0]
     # The order is what the op does to a tensor whose sizes are all different.
     ndim = x.meta["val"].ndim
     probe = torch.empty(tuple(range(2, 2 + ndim)), device="meta")
-    moved = node.target(probe, *node.args[1:], **node.kwargs)
+    moved = op(node)(probe, *arguments(node)[1:], **node.kwargs)
     return r(aten.permute.default, x, [size - 2 for size in moved.shape])
 
 
@@ -142,7 +150,7 @@ def as_permute(r: Rewriter, node: fx.Node) -> fx.Node:
 @rewrite(aten.flatten.using_ints)
 def flatten(r: Rewriter, node: fx.Node) -> fx.Node:
     """One reshape, with the flattened dim as -1."""
-    x = node.args[0]
+    x = arguments(node)[0]
     ndim = x.meta["val"].ndim
     if ndim == 0:
         return r(aten.reshape.default, x, [1])
@@ -158,7 +166,7 @@ def flatten(r: Rewriter, node: fx.Node) -> fx.Node:
 @rewrite(aten.unflatten.int)
 def unflatten(r: Rewriter, node: fx.Node) -> fx.Node:
     """One reshape, with the other dims as they are."""
-    x, dim, sizes = node.args
+    x, dim, sizes = arguments(node)
     dim %= x.meta["val"].ndim
     if -1 in sizes and _all_ints([x.meta["val"].shape[dim]]):
         sizes = list(node.meta["val"].shape[dim : dim + len(sizes)])
@@ -169,14 +177,14 @@ def unflatten(r: Rewriter, node: fx.Node) -> fx.Node:
 @rewrite(aten.view_as.default, aten.reshape_as.default)
 def view_as(r: Rewriter, node: fx.Node) -> fx.Node:
     """One reshape, to the other's sizes."""
-    x, other = node.args
+    x, other = arguments(node)
     return r(aten.reshape.default, x, r.sizes(other))
 
 
 @rewrite(aten.expand_as.default)
 def expand_as(r: Rewriter, node: fx.Node) -> fx.Node:
     """One expand, to the other's sizes."""
-    x, other = node.args
+    x, other = arguments(node)
     return r(aten.expand.default, x, r.sizes(other))
 
 
@@ -189,11 +197,11 @@ def broadcast_tensors(r: Rewriter, node: fx.Node) -> list[fx.Node]:
         dim = i - len(out.shape)
         donor = next(
             x
-            for x in node.args[0]
+            for x in arguments(node)[0]
             if x.meta["val"].ndim >= -dim and _same_size(x.meta["val"].shape[dim], size)
         )
         sizes.append(r.size(donor, dim))
-    return [r(aten.expand.default, x, sizes) for x in node.args[0]]
+    return [r(aten.expand.default, x, sizes) for x in arguments(node)[0]]
 
 
 def _all_ints(sizes: Any) -> bool:
@@ -218,13 +226,13 @@ def as_split_with_sizes(r: Rewriter, node: fx.Node) -> fx.Node | None:
     sizes = [piece.shape[dim] for piece in node.meta["val"]]
     if not _all_ints(sizes):
         return None
-    return r(aten.split_with_sizes.default, node.args[0], sizes, dim)
+    return r(aten.split_with_sizes.default, arguments(node)[0], sizes, dim)
 
 
 @rewrite(aten.glu.default)
 def glu(r: Rewriter, node: fx.Node) -> fx.Node:
     """The first half times the sigmoid of the second."""
-    x, dim = node.args[0], argument(node, 1, "dim", -1)
+    x, dim = arguments(node)[0], argument(node, 1, "dim", -1)
     half = x.meta["val"].shape[dim] // 2
     halves = r(aten.split_with_sizes.default, x, [half, half], dim)
     gate = r(aten.sigmoid.default, r(operator.getitem, halves, 1))
@@ -237,7 +245,7 @@ def glu(r: Rewriter, node: fx.Node) -> fx.Node:
 @rewrite(aten.type_as.default, aten.to.dtype_layout, aten.to.device, aten.to.other)
 def cast(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """to.dtype where the device stays."""
-    x = node.args[0]
+    x = arguments(node)[0]
     old, new = x.meta["val"], node.meta["val"]
     if old.device != new.device or node.kwargs.get("memory_format") is not None:
         return None

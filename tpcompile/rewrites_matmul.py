@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .program_edit import arguments
 from .rewrites import Rewriter, argument, rewrite
 
 aten = torch.ops.aten
@@ -17,7 +18,7 @@ def linear(r: Rewriter, node: fx.Node) -> fx.Node | None:
     bias = argument(node, 2, "bias")
     if bias is None:
         return None
-    return r(aten.add.Tensor, r(aten.linear.default, *node.args[:2]), bias)
+    return r(aten.add.Tensor, r(aten.linear.default, *arguments(node)[:2]), bias)
 
 
 @rewrite(aten.addmm.default)
@@ -39,7 +40,7 @@ def addmv(r: Rewriter, node: fx.Node) -> fx.Node:
 
 
 def _scaled_sum(r: Rewriter, node: fx.Node, product: Any) -> fx.Node:
-    added, a, b = node.args[:3]
+    added, a, b = arguments(node)[:3]
     alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
     out = r(product, a, b)
     if alpha != 1:
@@ -69,8 +70,8 @@ def conv(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if bias is None:
         return None
     kwargs = {k: v for k, v in node.kwargs.items() if k != "bias"}
-    out = r(node.target, *node.args[:2], None, *node.args[3:], **kwargs)
-    spatial = node.args[1].meta["val"].ndim - 2
+    out = r(node.target, *arguments(node)[:2], None, *arguments(node)[3:], **kwargs)
+    spatial = arguments(node)[1].meta["val"].ndim - 2
     channels = bias.meta["val"].shape[0]
     return r(aten.add.Tensor, out, r(aten.reshape.default, bias, [channels, *[1] * spatial]))
 
@@ -81,13 +82,13 @@ def attention(r: Rewriter, node: fx.Node) -> fx.Node | None:
     dropout = argument(node, 4, "dropout_p", 0.0)
     if dropout == 0:
         return None
-    q, k, v = node.args[:3]
+    q, k, v = arguments(node)[:3]
     mask = argument(node, 3, "attn_mask")
     if node.kwargs.get("enable_gqa", False):
         repeats = q.meta["val"].shape[-3] // k.meta["val"].shape[-3]
         k = r(aten.repeat_interleave.self_int, k, repeats, -3)
         v = r(aten.repeat_interleave.self_int, v, repeats, -3)
-    scale = node.kwargs.get("scale")
+    scale: Any = node.kwargs.get("scale")
     root = math.sqrt(1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else abs(scale))
     # both are scaled by the root, so that the product does not overflow in half precision
     q = r(aten.mul.Tensor, q, math.copysign(root, 1 if scale is None else scale))
@@ -100,7 +101,7 @@ def attention(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _masked_softmax(r: Rewriter, node: fx.Node, scores: fx.Node, mask: Any) -> fx.Node:
     if argument(node, 5, "is_causal", False):
-        q, k = node.args[:2]
+        q, k = arguments(node)[:2]
         ones = r(
             aten.ones.default,
             [r.size(q, -2), r.size(k, -2)],

@@ -1,5 +1,6 @@
 """Find the plan of module styles nearest to a plan of tpcompile that computes the right thing."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +12,14 @@ from tpcompile import pipeline
 from tpcompile.cost import CostModel
 from tpcompile.follow_styles import follow
 from tpcompile.hardware import Hardware
-from tpcompile.local_shapes import fixed_program, local_conflicts
+from tpcompile.local_shapes import fixed_capture, local_conflicts
 from tpcompile.module_styles import GATHERED, GRADIENT, STYLES, Conflict, Flow, folded
 from tpcompile.passes.find_dims import find_dims
 from tpcompile.passes.name_dims import name_dims
 from tpcompile.plan import Plan
 from tpcompile.planning import Inputs, arguments_of
 from tpcompile.profiles import DEFAULT
-from tpcompile.program import Program
+from tpcompile.program import Program, operands
 
 TAME = ("colwise", "packed_colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 """Styles of one weight dim, each with fewer demands on the code around it than the one before."""
@@ -44,6 +45,8 @@ class StyledModel:
     module: nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     program: Program
+    written: dict[str, str] = field(default_factory=dict)
+    """Module whose output the code changes in place -> where."""
     names: dict[str, str] = field(default_factory=dict)
     """Every name of a parameter -> its first."""
 
@@ -51,13 +54,15 @@ class StyledModel:
     def of(cls, module: nn.Module, example_inputs: Inputs) -> "StyledModel":
         """Capture a model."""
         arguments = arguments_of(module, example_inputs)
-        program = pipeline.run(fixed_program(module, arguments), [name_dims, find_dims])
+        program = fixed_capture(module, arguments)
+        written = _written_outputs(program)
+        program = pipeline.run(program, [*pipeline.NORMALIZE, name_dims, find_dims])
         first: dict[int, str] = {}
         names = {
             name: first.setdefault(id(parameter), name)
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
-        return cls(module, arguments, program, names)
+        return cls(module, arguments, program, written, names)
 
     def follow(self, styles: Mapping[str, str], size: int, hardware: Hardware = DEFAULT) -> Flow:
         """Follow a plan of styles, by full module name, through the graph."""
@@ -83,9 +88,25 @@ class StyledModel:
         return False
 
 
+def _written_outputs(program: Program) -> dict[str, str]:
+    """Module -> where something else changes the module's output in place."""
+    found = {}
+    for node in program.calls():
+        schema = getattr(node.target, "_schema", None)
+        inputs = operands(node)
+        if schema is not None and schema.is_mutable and inputs:
+            path = inputs[0].meta.get("path", "")
+            if path != node.meta.get("path", ""):
+                found[path] = node.meta.get("where", "")
+    return found
+
+
 def settle(plan: Plan, read: StyledModel, *, packed: bool) -> Search:
     """The styles for a plan; `packed`: there is a style for weights fused of two halves."""
     search = _first(plan, read)
+    for module in {*search.styles} - read.follow(search.styles, plan.size).applied:
+        del search.styles[module]
+        search.left[f"{module}.weight"] = "its forward does not run as a plain linear or lookup"
     _unify(search, read.module)
     while conflicts := read.conflicts(search.styles, plan.size):
         # A row module that gets a whole value may get its part once another one is tamed.
@@ -97,6 +118,8 @@ def settle(plan: Plan, read: StyledModel, *, packed: bool) -> Search:
             _tame(search, read, module, conflict, packed)
         _unify(search, read.module)
     search.flow = read.follow(search.styles, plan.size)
+    whole = {module for module, style in search.styles.items() if style in GATHERED.values()}
+    search.gathered = {module: why for module, why in search.gathered.items() if module in whole}
     return search
 
 
@@ -121,13 +144,19 @@ def _first(plan: Plan, read: StyledModel) -> Search:
 
 def _style_for(module: nn.Module, short: str, dim: int) -> str:
     """The word for a module whose parameter is split along `dim`, or why there is none."""
-    if isinstance(module, nn.Linear) and short == "weight":
-        return ("colwise", "rowwise")[dim]
-    if isinstance(module, nn.Embedding) and short == "weight":
-        return ("embedding_rowwise", "embedding_colwise")[dim]
+    kind = type(module).__name__
+    words = {
+        nn.Linear: ("colwise", "rowwise"),
+        nn.Embedding: ("embedding_rowwise", "embedding_colwise"),
+    }
+    base = next((cls for cls in words if isinstance(module, cls)), None)
     if short != "weight":
         return "styles are for modules with a weight, not for a parameter beside one"
-    return f"there is no style for {type(module).__name__}, only for Linear and Embedding"
+    if base is None:
+        return f"there is no style for {kind}, only for Linear and Embedding"
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return f"{kind}.forward takes more than the one input that styles convert"
+    return words[base][dim]
 
 
 def _tame(search: Search, read: StyledModel, module: str, conflict: Conflict, packed: bool) -> None:

@@ -9,7 +9,7 @@ table is made.  Nothing here knows what the variables mean.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ class Solution:
     """Entries of the largest joined table."""
     work: int
     """Entries of all joined tables."""
+    exact: bool = field(default=True, repr=False)
+    """Whether no choice costs less."""
 
 
 def solve(domains: Sequence[int], factors: Sequence[Factor]) -> Solution:
@@ -72,7 +74,7 @@ def solve(domains: Sequence[int], factors: Sequence[Factor]) -> Solution:
     for scope, table in factors:
         assert table.shape == tuple([domains[v] for v in scope]), (scope, table.shape)
         assert 0 < len(scope) == len(set(scope)), scope
-    values = _allowed_values(domains, factors)
+    values = allowed_values(domains, factors)
     joins = _plan_joins([len(kept) for kept in values], [scope for scope, _ in factors])
     buckets = _fill_buckets(domains, factors, values, joins)
     minimum = _eliminate(joins, buckets)
@@ -99,7 +101,7 @@ _Buckets = dict[int, list[Factor]]
 _DONE = -1
 
 
-def _allowed_values(domains: Sequence[int], factors: Sequence[Factor]) -> list[NDArray[np.intp]]:
+def allowed_values(domains: Sequence[int], factors: Sequence[Factor]) -> list[NDArray[np.intp]]:
     """Values of each variable that have a finite entry in every factor (arc consistency)."""
     alive = [np.ones(size, bool) for size in domains]
     for v, size in enumerate(domains):

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from .errors import CaptureError
 from .program import Program
-from .program_edit import fake_mode_for, fake_value
+from .program_edit import arguments, fake_mode_for, fake_value, op
 from .rewrites import Rewriter, argument
 from .torch_private import OpOverload, same_storage
 
@@ -31,7 +31,7 @@ DROPOUTS = {
 
 def is_view(program: Program, node: fx.Node) -> bool:
     """Whether a call's result (or each item of it) shares memory with its first operand."""
-    x = node.args[0] if node.args else None
+    x = arguments(node)[0] if arguments(node) else None
     if not isinstance(x, fx.Node) or not isinstance(node.target, OpOverload):
         return False
     # lift_fresh's operand is a literal of the source, made anew in every call
@@ -39,9 +39,9 @@ def is_view(program: Program, node: fx.Node) -> bool:
         return False
     if is_idle_dropout(node):
         return True
-    if all(r.alias_info is None for r in node.target._schema.returns):
+    if all(r.alias_info is None for r in op(node)._schema.returns):
         return False
-    result = fake_value(node.target, node.args, node.kwargs, fake_mode_for(program))
+    result = fake_value(node.target, arguments(node), node.kwargs, fake_mode_for(program))
     first = result if isinstance(result, Tensor) else next(iter(result), None)
     return first is not None and same_storage(x.meta["val"], first)
 
@@ -122,33 +122,33 @@ def _reshaped(
 def _self_inverse(
     r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
 ) -> fx.Node:
-    return r(view.target, new, *view.args[1:])
+    return r(view.target, new, *arguments(view)[1:])
 
 
 @scatter_rule(aten.permute.default)
 def _permuted(
     r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
 ) -> fx.Node:
-    order = [dim % len(view.args[1]) for dim in view.args[1]]
+    order = [dim % len(arguments(view)[1]) for dim in arguments(view)[1]]
     return r(aten.permute.default, new, [order.index(dim) for dim in range(len(order))])
 
 
 @scatter_rule(aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist)
 def _moved(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
-    _, source, destination = view.args
+    _, source, destination = arguments(view)
     return r(view.target, new, destination, source)
 
 
 @scatter_rule(aten.slice.Tensor)
 def _sliced(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
-    return r(aten.slice_scatter.default, current, new, *view.args[1:], **view.kwargs)
+    return r(aten.slice_scatter.default, current, new, *arguments(view)[1:], **view.kwargs)
 
 
 @scatter_rule(aten.narrow.default)
 def _narrowed(
     r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
 ) -> fx.Node:
-    _, dim, begin, length = view.args
+    _, dim, begin, length = arguments(view)
     end = (
         length
         if begin == 0
@@ -163,14 +163,14 @@ def _narrowed(
 def _selected(
     r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
 ) -> fx.Node:
-    return r(aten.select_scatter.default, current, new, *view.args[1:])
+    return r(aten.select_scatter.default, current, new, *arguments(view)[1:])
 
 
 @scatter_rule(aten.diagonal.default)
 def _diagonal(
     r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node
 ) -> fx.Node:
-    return r(aten.diagonal_scatter.default, current, new, *view.args[1:], **view.kwargs)
+    return r(aten.diagonal_scatter.default, current, new, *arguments(view)[1:], **view.kwargs)
 
 
 @scatter_rule(aten.view_as_real.default)
@@ -190,7 +190,7 @@ def _as_complex(
 @scatter_rule(operator.getitem)
 def _item(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx.Node) -> fx.Node:
     """`view` is item i of a split or an unbind of what `parent` splits; `parent` is that list."""
-    index = view.args[1]
+    index = arguments(view)[1]
     if parent.target is aten.unbind.int:
         dim = argument(parent, 1, "dim", 0)
         return r(aten.select_scatter.default, current, new, dim, index)
@@ -207,4 +207,4 @@ def _item(r: Rewriter, view: fx.Node, parent: fx.Node, current: fx.Node, new: fx
 
 
 def _has_node(view: fx.Node) -> bool:
-    return any(isinstance(arg, fx.Node) for arg in view.args[2:])
+    return any(isinstance(arg, fx.Node) for arg in arguments(view)[2:])

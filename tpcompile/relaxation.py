@@ -1,0 +1,96 @@
+"""Choose well where choosing exactly is too large: decide what ties the problem together first.
+
+Layers that share their weights tie every layer to every other, and no elimination order is cheap.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tpcompile.solver import Factor, Infeasible, Solution, TooLarge, allowed_values, solve
+
+
+def solve_or_relax(domains: Sequence[int], factors: Sequence[Factor]) -> Solution:
+    """The cheapest choice, or a cheap one (`exact` is False) where the cheapest takes too long.
+
+    Raises:
+        Infeasible: No choice was found that has a finite cost.
+    """
+    try:
+        return solve(domains, factors)
+    except TooLarge:
+        pass
+    common = [v for v, _ in _uses(factors).most_common()]
+    count = 1
+    while True:
+        tying = common[:count]
+        try:
+            return _decide_first(domains, factors, tying)
+        except TooLarge:
+            if count >= len(common):
+                raise
+            count *= 2
+
+
+def _uses(factors: Sequence[Factor]) -> Counter[int]:
+    """In how many tables, with others, each variable is."""
+    return Counter(v for scope, _ in factors if len(scope) > 1 for v in scope)
+
+
+def _decide_first(
+    domains: Sequence[int], factors: Sequence[Factor], tying: Sequence[int]
+) -> Solution:
+    """Fix the tying variables as a problem in which every table has its own copy would have them.
+
+    Then each is freed in turn, the others fixed, and takes what is cheapest.
+    """
+    fixed = _votes(domains, factors, tying)
+    best = solve(domains, [*factors, *fixed.values()])
+    for v in tying:
+        others = [pin for u, pin in fixed.items() if u != v]
+        try:
+            found = solve(domains, [*factors, *others])
+        except TooLarge:
+            continue
+        if found.cost < best.cost:
+            best = found
+            fixed[v] = _fix(domains, v, found.choice[v])
+    return replace(best, exact=False)
+
+
+def _votes(
+    domains: Sequence[int], factors: Sequence[Factor], tying: Sequence[int]
+) -> dict[int, Factor]:
+    """What most copies of each variable chose, where that can be met."""
+    sizes, copied = list(domains), []
+    copies: dict[int, list[int]] = {v: [] for v in tying}
+    for scope, table in factors:
+        own = []
+        for v in scope:
+            if v in copies and len(scope) > 1:
+                copies[v].append(len(sizes))
+                sizes.append(domains[v])
+            own.append(copies[v][-1] if v in copies and len(scope) > 1 else v)
+        copied.append((tuple(own), table))
+    for (v, *more), table in factors:
+        if v in copies and not more:  # what a value costs by itself, shared by the copies
+            copied += [((c,), table / len(copies[v])) for c in copies[v]]
+    choice = solve(sizes, copied).choice
+    fixed: dict[int, Factor] = {}
+    for v in tying:
+        ((most, _),) = Counter(choice[c] for c in copies[v]).most_common(1)
+        pin = _fix(domains, v, most)
+        try:
+            allowed_values(domains, [*factors, *fixed.values(), pin])
+        except Infeasible:
+            continue
+        fixed[v] = pin
+    return fixed
+
+
+def _fix(domains: Sequence[int], variable: int, value: int) -> Factor:
+    table = np.full(domains[variable], np.inf)
+    table[value] = 0.0
+    return (variable,), table
