@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-from torch import fx
-
 from tpcompile.dim_names import give_names
 from tpcompile.dims import Atoms, Dim
 from tpcompile.facts import batch_dims, facts_of, weight_dims

@@ -65,86 +65,76 @@ def check_checkpoint(wrap, sequence_parallel):
     plain, model = pair(sequence_parallel)
     counts = []
     for step in range(2):
-        model.zero_grad()
         loss = loss_for(model, tokens())
         counts.append(count_collectives(loss.backward))
         if step == 0:
             wrap(model)
     assert_trains_alike(plain, model)
     assert_trains_alike(plain, model, tokens(3, 10))
-    names = [name for name, _ in model.named_parameters()]
-    return {k: counts[1][k] - counts[0][k] for k in counts[1]}, names
+    full = full_state_dict(model)
+    wanted = plain.state_dict()
+    assert len(full) == len(wanted)
+    for value, other in zip(full.values(), wanted.values(), strict=True):
+        assert torch.equal(value, other)
+    return {kind: more for kind in counts[1] if (more := counts[1][kind] - counts[0][kind])}
 
 
-WRAPS = [
-    wrap_by_torch,
-    wrap_in_list,
-    partial(wrap_in_list, use_reentrant=True),
-    wrap_in_new_list,
-    patch_forward,
-]
+REENTRANT = partial(wrap_in_list, use_reentrant=True)
+WRAPS = [wrap_by_torch, wrap_in_list, REENTRANT, wrap_in_new_list, patch_forward]
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_checkpointed_blocks_run_again_in_the_backward(ranks, wrap, sequence_parallel):
-    """Exact gradients, and each block's forward collectives once more, but for its last one.
+    """Exact gradients, each block's forward collectives once more, and the same state dict.
 
-    The last one's result is not needed by the backward, where the checkpoint can stop early;
-    a reentrant one cannot.
+    All but one: no backward needs the last one's result, and a checkpoint stops early, unless it
+    is a reentrant one.
     """
-    for more, _ in ranks(check_checkpoint, 2, wrap, sequence_parallel):
-        again = {kind: count for kind, count in more.items() if count}
-        reentrant = isinstance(wrap, partial)
-        if sequence_parallel:
-            gathers = 4
-            scatters = 4 if reentrant else 2
-            assert again == {
-                "all_gather_into_tensor": gathers,
-                "reduce_scatter_tensor": scatters,
-            }
-        else:
-            assert again == {"all_reduce": 4 if reentrant else 2}
+    last = 4 if wrap is REENTRANT else 3
+    if sequence_parallel:
+        again = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": last}
+    else:
+        again = {"all_reduce": last}
+    assert ranks(check_checkpoint, 2, wrap, sequence_parallel) == [again] * 2
 
 
 def check_hooks():
     """What hooks see: each once a forward, in the order of the plain model, local outputs."""
-    seen = []
     plain, model = pair()
-    for each in (plain, model):
-        events = []
-        for i, block in enumerate(each.model.layers):
-            block.register_forward_pre_hook(lambda m, a, i=i, e=events: e.append(f"pre {i}"))
-            block.register_forward_hook(
-                lambda m, a, out, i=i, e=events: e.append((f"post {i}", out.detach()))
-            )
-            block.register_full_backward_hook(
-                lambda m, gi, go, i=i, e=events: e.append((f"backward {i}", go[0]))
-            )
-        each.register_forward_pre_hook(
-            lambda m, a, k, e=events: e.append(tuple(k)), with_kwargs=True
-        )
-        each.register_forward_hook(lambda m, a, out, e=events: e.append(type(out).__name__))
-        seen.append(events)
-    assert_trains_alike(plain, model)
+    return [watch(plain), watch(model), assert_trains_alike(plain, model)][:2]
+
+
+def watch(model):
+    """What hooks on the model and its blocks will see: (where, what) each."""
+    seen = []
+    for i, block in enumerate(model.model.layers):
+        note(block.register_forward_pre_hook, seen, f"pre {i}", lambda module, args: None)
+        note(block.register_forward_hook, seen, f"post {i}", lambda m, args, out: out.detach())
+        note(block.register_full_backward_hook, seen, f"backward {i}", lambda m, gi, go: go[0])
+    by_name = partial(model.register_forward_pre_hook, with_kwargs=True)
+    note(by_name, seen, "call", lambda module, args, kwargs: tuple(kwargs))
+    note(model.register_forward_hook, seen, "return", lambda m, a, out: type(out).__name__)
     return seen
+
+
+def note(register, seen, where, look):
+    """Register a hook that adds what `look` makes of its arguments."""
+    register(lambda *args: seen.append((where, look(*args))))
 
 
 def test_hooks_fire_as_on_one_device(ranks):
     """On blocks and on the root: same order and, without sequence parallelism, same values."""
     for plain, sharded in ranks(check_hooks, 2):
-        names = [e if isinstance(e, str | tuple) and not _has_tensor(e) else e[0] for e in plain]
-        assert names == [
-            ("input_ids",),
-            *("pre 0", "post 0", "pre 1", "post 1"),
-            "CausalLMOutputWithPast",
-            *("backward 1", "backward 0"),
+        assert [name for name, _ in sharded] == [name for name, _ in plain]
+        assert [name for name, _ in plain] == [
+            *("call", "pre 0", "post 0", "pre 1", "post 1", "return", "backward 1", "backward 0")
         ]
-        assert_close(sharded, plain)
-
-
-def _has_tensor(event):
-    return isinstance(event, tuple) and isinstance(event[-1], torch.Tensor)
+        for (name, found), (_, wanted) in zip(sharded, plain, strict=True):
+            if name.startswith(("post", "backward")):
+                assert_close(found, wanted)
+            else:
+                assert found == wanted
 
 
 def check_changing_hook():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import models
 import pytest
+import ranks as rank_pools
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,11 +19,11 @@ from torch.distributed.tensor import Shard
 import tpcompile
 from tpcompile.errors import InputError, TpcompileError
 
-PASSES = (
-    "capture inline_regions functionalize normalize name_dims find_dims assign_placements "
-    "insert_collectives eliminate_redundant certify_cost mark_blocks localize bucket_gradients "
-    "split_blocks"
-).split()
+PASSES = [
+    "capture", "inline_regions", "functionalize", "normalize", "name_dims", "find_dims",
+    "assign_placements", "insert_collectives", "eliminate_redundant", "certify_cost",
+    "mark_blocks", "localize", "bucket_gradients", "split_blocks",
+]  # fmt: skip
 
 
 def on_meta(name: str, layers: int = 3) -> tuple[nn.Module, dict]:
@@ -241,11 +242,11 @@ def test_save_writes_what_the_variable_would(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "13_split_blocks.txt").read_text() == small()["split_blocks"]
 
 
-def emitted(train: bool) -> dict[str, str]:
+def emitted() -> dict[str, str]:
     """What a rank can print of a sharded model. Runs on ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     example = models.gpt2()
-    model = tpcompile.shard(example.model.train(train), mesh, example.inputs)
+    model = tpcompile.shard(example.model, mesh, example.inputs)
     blocks = model.blocks
     own = tpcompile.shard(models.plain().model, mesh, models.plain().inputs)
     return {
@@ -260,9 +261,15 @@ def emitted(train: bool) -> dict[str, str]:
     }
 
 
-def test_emitted_graphs_read_well(ranks) -> None:
+@pytest.fixture(scope="module")
+def printed() -> list[dict[str, str]]:
+    """What each of two ranks prints."""
+    return rank_pools.run_on_ranks("test_dump:emitted", 2)
+
+
+def test_emitted_graphs_read_well(printed) -> None:
     """`graph_module` and `blocks` print this rank's shapes, modules and placements."""
-    found, other = ranks("test_dump:emitted", 2, False)
+    found, other = printed
     assert found["paths"] == "transformer.h.0 transformer.h.1"
     assert 'mlp_c_fc_weight: "f64[32, 64]"' in found["block"]  # [hidden, ffn / 2]
     assert re.search(r"in mlp\.c_fc, code: S\(ffn\), column parallel", found["block"])
@@ -272,8 +279,28 @@ def test_emitted_graphs_read_well(ranks) -> None:
     assert found["runs"] == "True"
 
 
-def test_a_model_keeps_its_own_blocks(ranks) -> None:
+def test_a_model_keeps_its_own_blocks(printed) -> None:
     """A model with a child called blocks still has it; the function gives the graphs."""
-    found, _ = ranks("test_dump:emitted", 2, False)
-    assert found["kept"] == "ModuleList"
-    assert found["asked"] == "blocks.0 blocks.1"
+    assert printed[0]["kept"] == "ModuleList"
+    assert printed[0]["asked"] == "blocks.0 blocks.1"
+
+
+def disagree(folder: str) -> str:
+    """Shard another model on each rank, and say what is raised. Runs on ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    os.environ["TPCOMPILE_DUMP"] = folder
+    try:
+        tpcompile.shard(models.MLP(ffn=12 + 4 * dist.get_rank()), mesh, torch.ones(2, 4, 8))
+    except TpcompileError as error:
+        return type(error).__name__
+    finally:
+        del os.environ["TPCOMPILE_DUMP"]
+    return ""
+
+
+def test_ranks_that_disagree_each_write_their_plan(ranks, tmp_path: Path) -> None:
+    """So that the stages of two ranks can be compared."""
+    assert ranks("test_dump:disagree", 2, str(tmp_path)) == ["RankMismatchError"] * 2
+    (folder,) = tmp_path.iterdir()
+    texts = [(folder / f"rank{r}" / "04_name_dims.txt").read_text() for r in (0, 1)]
+    assert ["[12, 8]" in text for text in texts] == [True, False]

@@ -185,9 +185,8 @@ def test_html_tables_summarize() -> None:
     assert parameters["model.layers.*.mlp.down_proj.weight"] == [
         "bf16[hidden, ffn]", "4096 x 11008", "S(ffn)", "row", "21.5 MiB", "3",
     ]  # fmt: skip
-    gather = next(
-        row for row in page.cells["collectives"] if row[:2] == ["all_gather", "S(s) to R*"]
-    )
+    rows = page.cells["collectives"]
+    gather = next(row for row in rows if row[:2] == ["all_gather", "S(s) to R*"])
     assert gather[2:] == [
         "all_gather", "reduce_scatter", "2*b*hidden*s*(t - 1)/t", "24.0 MiB", "7", "168.0 MiB",
     ]  # fmt: skip

@@ -30,7 +30,9 @@ WRITTEN = [
 
 INTERFACE = {"tpcompile"} | {
     f"tpcompile.{name}"
-    for name in "sharding verification planning pipeline emit explain pins stages".split()
+    for name in (
+        *("sharding", "verification", "planning", "pipeline", "emit", "explain", "pins", "stages"),
+    )
 }
 """What joins nouns and passes; every other module of tpcompile is a noun."""
 PUBLIC = ("torch.ops.", "torch._check")

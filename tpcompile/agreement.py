@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpcompile import recording
+from tpcompile.capture_inputs import bind_inputs
 from tpcompile.dump import dump
 from tpcompile.errors import RankMismatchError, TpcompileError
 from tpcompile.program import Program
-from tpcompile.structure import flatten, is_tensor
 
 Decision = TypeVar("Decision")
 
@@ -41,23 +41,26 @@ def agree(
         RankMismatchError: Naming the first thing that differs.
     """
     error: Exception | None = None
+    failure: tuple[str, str] | None = None
     decision: Decision | None = None
     prints: dict[str, str] = {}
     try:
         decision = decide()
         prints = prints_of(decision)
+    except TpcompileError as caught:
+        error, failure = caught, (f"{caught.asked} {caught.found}", caught.fix)
     except Exception as caught:
         error = caught
+        failure = f"{type(caught).__name__}: {caught}", "every rank must run the same program"
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (None if error is None else str(error), prints), group=group)
+    dist.all_gather_object(everyone, (failure, prints), group=group)
     if error is not None:
         raise error
-    for rank, (message, theirs) in enumerate(everyone):
-        if message is not None:
+    for rank, (failed, theirs) in enumerate(everyone):
+        if failed is not None:
+            found, fix = failed
             raise TpcompileError(
-                asked,
-                f"rank {rank} of the axis failed: {message}",
-                "fix it there; every rank must run the same program",
+                asked, f"rank {rank} of the axis failed: {found}", f"on rank {rank}: {fix}"
             )
         try:
             _compare(everyone[0][1], theirs, rank, asked)
@@ -107,16 +110,20 @@ def meet(group: dist.ProcessGroup, asked: str, inputs: str) -> None:
 def fingerprints(
     model: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, str]:
-    """Name of a thing that must be equal -> a digest of it, in order of importance."""
-    found = {}
+    """Name of a thing that must be equal -> what to show of it; a checksum.
+
+    In order of importance.
+    """
+    modes = [module.training for module in model.modules()]
+    found = {"mode": "train" if all(modes) else f"train in part;{modes}" if any(modes) else "eval"}
     for name, parameter in model.named_parameters():
         found[f"parameter {name}"] = tensor_digest(parameter)
     for name, buffer in model.named_buffers():
         found[f"buffer {name}"] = tensor_digest(buffer)
-    tensors, _, names = flatten((args, kwargs), is_tensor)
+    tensors, _, names = bind_inputs(model, args, kwargs)
     for name, tensor in zip(names, tensors, strict=True):
         found[f"example input {name}"] = tensor_digest(tensor)
-    found["plan"] = digest(program)
+    found["plan"] = f";{digest(program)}"
     return found
 
 
@@ -134,7 +141,7 @@ def tensor_digest(tensor: Tensor) -> str:
     kept = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     total = kept.double().sum().item() if kept.dtype != torch.bool else int(kept.sum())
     ends = torch.cat([kept[:64], kept[-64:]]).double().cpu().numpy().tobytes()
-    return f"{head} {total!r} {hashlib.sha256(ends).hexdigest()[:16]}"
+    return f"{head};{total!r} {hashlib.sha256(ends).hexdigest()[:16]}"
 
 
 def _compare(mine: dict[str, str], theirs: dict[str, str], rank: int, asked: str) -> None:
@@ -142,8 +149,8 @@ def _compare(mine: dict[str, str], theirs: dict[str, str], rank: int, asked: str
         return
     keys = [*mine, *(k for k in theirs if k not in mine)]
     what = next(k for k in keys if mine.get(k) != theirs.get(k))
-    shapes = [str(d.get(what, "missing")).split(") ")[0] for d in (mine, theirs)]
-    detail = f"{shapes[0]}) and {shapes[1]})" if shapes[0] != shapes[1] else "other values"
+    shown = [found.get(what, "missing").partition(";")[0] for found in (mine, theirs)]
+    detail = " and ".join(shown) if shown[0] != shown[1] else "other values"
     raise RankMismatchError(
         f"{asked} on all ranks of the axis",
         f"ranks 0 and {rank} differ in {what}: {detail}",

@@ -40,7 +40,7 @@ def capture(
     """
     tensors, structure, names = bind_inputs(model, args, kwargs)
     attempts = [(True, False), (False, False), (True, True), (False, True)]
-    first: Exception | None = None
+    first = plain = None
     for is_dynamic, strict in attempts:
         if is_dynamic and not dynamic:
             continue
@@ -50,11 +50,13 @@ def capture(
             raise
         except Exception as error:
             first = first or error
+            if not (is_dynamic or strict):
+                plain = error  # speaks of the user's code and of real sizes
             continue
         if dynamic and not is_dynamic:
             program.notes.append(f"input sizes are fixed: {_first_line(first)}")
         return program
-    raise _capture_error(model, first) from first
+    raise _capture_error(model, plain) from plain
 
 
 def unflatten_output(out_spec: Structure, tensors: list[Any]) -> Any:
@@ -130,7 +132,10 @@ def _trace(
         _plain_context(wrapper.autocast),
         _one_device(model, strict) as to,
     ):
-        inputs = _distinct([to(t) for t in tensors])
+        # Aliases: export marks its inputs, and a static attempt after a dynamic one would not be.
+        inputs = [
+            t.detach().requires_grad_(t.requires_grad) for t in _distinct([to(t) for t in tensors])
+        ]
         exported = _export(wrapper, inputs, dynamic, strict)
     program = program_from_export(exported, model, names, found[0] if found else None, assigned)
     program.notes += _notes(watch)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from .custom_function import elementwise_op
 from .errors import CaptureError
 from .torch_private import checkpoint_hook, set_checkpoint_hook
 
@@ -30,7 +31,8 @@ class Watch:
 
 @contextmanager
 def watch_forward(model: nn.Module) -> Iterator[Watch]:
-    """Trace inside this: custom autograd functions raise, checkpoints and assignments are noted.
+    """Trace inside this: checkpoints and assignments are noted, custom autograd functions that do
+    not map elements raise.
 
     The model's attributes are afterwards what they were before.
     """
@@ -49,7 +51,10 @@ def watch_forward(model: nn.Module) -> Iterator[Watch]:
             return args[0](*args[2:])
         if cls.__module__.startswith("torch."):
             return apply.__get__(None, cls)(*args, **kwargs)
-        raise _function_error(cls)
+        op = None if kwargs else elementwise_op(cls, args)
+        if op is None:
+            raise _function_error(cls)
+        return op([arg for arg in args if isinstance(arg, Tensor)])
 
     set_checkpoint_hook(checkpoint)
     function.apply = classmethod(guarded_apply)

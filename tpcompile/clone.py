@@ -1,6 +1,6 @@
 """Copy a planned program, so that it can be localised for one rank after another."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch import fx
 
@@ -22,5 +22,11 @@ def clone(program: Program) -> Program:
             strategies={to[n]: s for n, s in plan.strategies.items() if n in to},
             parameters={to[n]: s for n, s in plan.parameters.items() if n in to},
             delivered={(to[n], i): s for (n, i), s in plan.delivered.items() if n in to},
+        )
+    facts = extra.get("facts")
+    if facts is not None:
+        found = {f.name: getattr(facts, f.name) for f in fields(facts)}
+        extra["facts"] = replace(
+            facts, **{name: {to[n] for n in nodes if n in to} for name, nodes in found.items()}
         )
     return replace(program, graph=graph, extra=extra)

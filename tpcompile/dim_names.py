@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from torch import fx
@@ -180,5 +180,6 @@ def shared_prefix(paths: Iterable[str]) -> str:
     ''
     """
     parents = sorted({path.rpartition(".")[0].rpartition(".")[0] for path in paths})
-    together = commonprefix([parent.split(".") for parent in parents])
-    return "".join(f"{part}." for part in together if part)
+    columns = zip(*(parent.split(".") for parent in parents), strict=False)
+    shared = takewhile(lambda parts: len(set(parts)) == 1 and parts[0], columns)
+    return "".join(f"{parts[0]}." for parts in shared)

@@ -38,6 +38,11 @@ class ForeignPlan(dict[str, Any]):
         super().__init__(styles)
         self.left_whole, self.gathered, self.tied, self.written = {}, {}, {}, {}
 
+    def to_json(self) -> dict[str, Any]:
+        """The styles under "plan", and everything else."""
+        styles = {name: style_text(style) for name, style in self.items()}
+        return {"plan": styles, **vars(self)}
+
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
         lines = [f"{name:{width}}  {style_text(style)}" for name, style in self.items()]
@@ -52,8 +57,14 @@ def style_text(style: Any) -> str:
     """The style as it is written in a plan."""
     if isinstance(style, str):
         return style
-    shown = {k: v for k, v in vars(style).items() if k.endswith("layouts") and "desired" not in k}
-    return f"{type(style).__name__}({', '.join(f'{k}={v}' for k, v in shown.items())})"
+    shown = [
+        f"{name}={value[0]!r}"
+        for name, value in vars(style).items()
+        if name in ("input_layouts", "output_layouts")
+    ]
+    if hasattr(style, "sequence_sharding"):
+        shown = [f"sequence_dim={style.sequence_sharding[0].dim}", "use_local_output=True"]
+    return f"{type(style).__name__}({', '.join(shown)})"
 
 
 def to_hf_tp_plan(plan: Any, model: nn.Module, example_inputs: Inputs = None) -> ForeignPlan:
@@ -160,8 +171,8 @@ def _plan_of(plan: Any) -> Plan:
     if isinstance(found, Plan):
         return found
     raise ShardingError(
-        f"export a plan from {type(plan).__name__}",
-        "it is no Plan and has none",
+        f"export a plan from {type(plan).__name__}.",
+        "it is no Plan and has none.",
         "pass explain(model, ..., tp=8) or model.plan of a sharded model",
     )
 
@@ -216,8 +227,8 @@ def _hf_style(name: str, module: nn.Module, style: Any) -> str:
     if kind == "SequenceParallel":
         return GRADIENT
     raise ShardingError(
-        f"read the style of {name} in a parallelize_module plan",
-        f"{style_text(style)} has no counterpart among {', '.join(STYLES)}",
+        f"read the style of {name} in a parallelize_module plan.",
+        f"{style_text(style)} has no counterpart among {', '.join(STYLES)}.",
         "import the plan without this module, and pin its weight by hand",
     )
 
@@ -226,8 +237,8 @@ def _placements(model: nn.Module, name: str, style: str) -> list[tuple[str, Plac
     """(parameter, placement) for the parameters of one styled module."""
     if style not in STYLES:
         raise ShardingError(
-            f"read the style {style!r} of {name} in a tp_plan",
-            f"its effect is not known here; known are {', '.join(STYLES)}",
+            f"read the style {style!r} of {name} in a tp_plan.",
+            f"its effect is not known here; known are {', '.join(STYLES)}.",
             "import the plan without this module, and pin its weights by hand",
         )
     dim, found = STYLES[style].dim, []

@@ -171,7 +171,7 @@ def _memory(e: Any) -> str:
 
 def _times(e: Any) -> str:
     times = e.times
-    kinds = ", ".join(f"{k} {seconds_text(v)}" for k, v in times.by_kind.items())
+    kinds = ", ".join(f"{k} {seconds_text(v)}" for k, v in times.by_kind.items() if k)
     rows = [
         ("compute", seconds_text(times.compute), ""),
         ("communication", seconds_text(times.communication), kinds),

@@ -87,6 +87,8 @@ class _Follower:
         atom = self._atom(weight.meta["dims"][0][style.dim], style.outer)
         own = Held(atom, frozenset((path,)))
         self.flow.applied.add(path)
+        if atom is None:
+            self.flow.unequal[path] = self._inequality(weight.meta["dims"][0][style.dim], path)
         self._count(node, path, style, data)
         row = style.dim == 1 and not lookup
         split = [own if i == slot or row else None for i in range(len(operands(node)))]
@@ -117,6 +119,17 @@ class _Follower:
             if pieces == outer and not choices.hint(atom) % self.cost.size:
                 return atom
         return None
+
+    def _inequality(self, dim: Dim, path: str) -> str:
+        """What the equal chunks of a dim are that are not whole units of it."""
+        size = self.cost.size
+        share = f"1/{size} of the {self.choices.hint(dim)} features of {path}"
+        for atom in sorted(self.choices.atoms.splitting(dim), key=lambda a: a.serial):
+            parts = segments_of(dim, atom)
+            if len(parts) == 1 and parts[0][0] == 1:
+                units = f"{self.choices.hint(atom)} of {_name_of(atom)}"
+                return f"{share}, but {units} cannot be dealt to {size} ranks"
+        return f"{share}, which cuts across the parts it is fused of"
 
     def _pass(self, node: fx.Node, path: str, style: Style | None) -> list[Held | None]:
         """Any other op: as it is, on what its operands are."""
@@ -154,7 +167,7 @@ class _Follower:
         if len(atoms) > 1:
             return f"{op} meets values that are split by different dims"
         if atom is None:
-            return f"{op} gets equal chunks that are no whole number of its units"
+            return f"{op} gets {' and '.join(sorted(self._chunks(given)))}"
         if rule is None:
             return f"{op} has no sharding rule"
         in_dims = [n.meta["dims"][0] for n in inputs]
@@ -170,6 +183,11 @@ class _Follower:
         if any(self._bound_has(node, name, atom) for name in rule.inner):
             return f"{op} reduces over {_name_of(atom)} on each rank alone"
         return ""
+
+    def _chunks(self, given: list[Held | None]) -> set[str]:
+        """What is wrong with parts that are equal chunks of a module's output."""
+        sources = frozenset[str]().union(*(held.sources for held in given if held is not None))
+        return {self.flow.unequal.get(source, f"a part of {source}") for source in sources}
 
     def _bound_has(self, node: fx.Node, name: str, atom: Dim) -> bool:
         bound = node.meta["bound"].get(name)

@@ -13,13 +13,21 @@ SEQ = 16
 """Tokens of an example, or fewer where the model has fewer positions."""
 
 
-def example_inputs_for(model: nn.Module) -> dict[str, Any]:
+def example_inputs_for(
+    model: nn.Module, batch: int = BATCH, seq: int | None = None
+) -> dict[str, Any]:
     """Keyword arguments for `model.forward` of a Hugging Face model, on its device.
 
     Labels are given where the forward takes them, so that the loss is part of what is captured.
 
+    Args:
+        model: May be on the meta device.
+        batch: Samples.
+        seq: Tokens of a sample; None: `SEQ`, or fewer where the model has fewer positions.
+
     Raises:
-        InputError: The model is no Hugging Face model, or of a kind that is not known here.
+        InputError: The model is no Hugging Face model, of a kind that is not known here, or has
+            fewer positions than `seq`.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
@@ -30,23 +38,25 @@ def example_inputs_for(model: nn.Module) -> dict[str, Any]:
     if hasattr(config, "vision_config") and hasattr(config, "text_config"):
         raise _unknown_error(model, "it takes text and images together")
     if main == "pixel_values" and "pixel_values" in takes:
-        inputs = _image(model, config, device)
+        inputs = _image(model, config, batch, device)
     elif "input_ids" in takes:
-        inputs = _text(config, takes, device)
+        inputs = _text(config, takes, (batch, _length(model, seq)), device)
     else:
         raise _unknown_error(model, f"its main input is {main}")
     if "labels" in takes:
-        inputs |= _labels(type(model).__name__, config, inputs, device)
+        inputs |= _labels(type(model).__name__, config, inputs, batch, device)
     if "start_positions" in takes:
-        positions = torch.zeros(BATCH, dtype=torch.long, device=device)
+        positions = torch.zeros(batch, dtype=torch.long, device=device)
         inputs |= {"start_positions": positions, "end_positions": positions + 1}
     if "use_cache" in takes:
         inputs["use_cache"] = False
     return inputs
 
 
-def _text(config: Any, takes: set[str], device: torch.device) -> dict[str, Any]:
-    ids = _ids(config, _length(config), device)
+def _text(
+    config: Any, takes: set[str], shape: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
+    ids = _ids(config, shape, device)
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in takes:
         return {"input_ids": ids}
     if "labels" in takes:
@@ -54,7 +64,7 @@ def _text(config: Any, takes: set[str], device: torch.device) -> dict[str, Any]:
     return {"input_ids": ids, "decoder_input_ids": ids.clone()}
 
 
-def _ids(config: Any, length: int, device: torch.device) -> Tensor:
+def _ids(config: Any, shape: tuple[int, int], device: torch.device) -> Tensor:
     """Token ids that are no special token where the vocabulary has room: a pad would mask."""
     vocab = _text_config(config).vocab_size
     special = [
@@ -63,42 +73,56 @@ def _ids(config: Any, length: int, device: torch.device) -> Tensor:
     ]
     taken = {t for each in special for t in (each if isinstance(each, list) else [each])}
     free = [token for token in range(min(vocab, 256)) if token not in taken] or [0]
-    count = torch.arange(BATCH * length) % len(free)
-    return torch.tensor(free)[count].reshape(BATCH, length).to(device)
+    count = torch.arange(shape[0] * shape[1]) % len(free)
+    return torch.tensor(free)[count].reshape(shape).to(device)
 
 
-def _length(config: Any) -> int:
+def positions_of(model: nn.Module) -> int | None:
+    """The most tokens that a Hugging Face model takes; None where that is not limited."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_source_positions")
-    known = [getattr(_text_config(config), name, None) for name in names]
-    limits = [limit for limit in known if isinstance(limit, int) and limit > 0]
-    # BERT's relatives count positions from pad_token_id + 1
-    offset = (getattr(config, "pad_token_id", None) or 0) + 1
-    return max(2, min([SEQ, *(limit - offset for limit in limits)]))
+    config = _text_config(getattr(model, "config", None))
+    known = [getattr(config, name, None) for name in names]
+    return min((n for n in known if isinstance(n, int) and n > 0), default=None)
+
+
+def _length(model: nn.Module, seq: int | None) -> int:
+    most = positions_of(model)
+    if seq is None:
+        # BERT's relatives count positions from pad_token_id + 1
+        offset = (getattr(model.config, "pad_token_id", None) or 0) + 1
+        return max(2, min(SEQ, (most or SEQ + offset) - offset))
+    if most is not None and seq > most:
+        raise InputError(
+            f"{seq} tokens for {type(model).__name__}.",
+            f"it has {most} positions.",
+            "ask for fewer tokens, or change the config",
+        )
+    return seq
 
 
 def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _image(model: nn.Module, config: Any, device: torch.device) -> dict[str, Any]:
+def _image(model: nn.Module, config: Any, batch: int, device: torch.device) -> dict[str, Any]:
     size = getattr(config, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     channels = getattr(config, "num_channels", 3)
     dtype = next(model.parameters()).dtype
-    grid = torch.linspace(-1, 1, BATCH * channels * height * width, dtype=dtype)
-    return {"pixel_values": grid.reshape(BATCH, channels, height, width).to(device)}
+    grid = torch.linspace(-1, 1, batch * channels * height * width, dtype=dtype)
+    return {"pixel_values": grid.reshape(batch, channels, height, width).to(device)}
 
 
 def _labels(
-    kind: str, config: Any, inputs: dict[str, Any], device: torch.device
+    kind: str, config: Any, inputs: dict[str, Any], batch: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Labels of the shape and type that the model's head takes, by the head's name."""
     count = getattr(config, "num_labels", 2)
     if kind.endswith(("ForSequenceClassification", "ForImageClassification")):
         if getattr(config, "problem_type", None) == "multi_label_classification":
-            return {"labels": torch.zeros(BATCH, count, device=device)}
+            return {"labels": torch.zeros(batch, count, device=device)}
         dtype = torch.float32 if count == 1 else torch.long
-        return {"labels": (torch.arange(BATCH) % count).to(device, dtype)}
+        return {"labels": (torch.arange(batch) % count).to(device, dtype)}
     if kind.endswith("ForTokenClassification"):
         return {"labels": inputs["input_ids"] % count}
     if kind.endswith(("ForMultipleChoice", "ForNextSentencePrediction")):

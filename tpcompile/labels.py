@@ -35,6 +35,7 @@ class Labels:
         self.names: dict[fx.Node, str] = {}
         """Leaves of a block's own graph -> what they are."""
         self._symbols = _symbol_names(program)
+        self._sizes: dict[Any, str] = {}
 
     @cached_property
     def symbols(self) -> Symbols:
@@ -114,7 +115,9 @@ class Labels:
         expr = size.node.expr if isinstance(size, torch.SymInt) else size
         if isinstance(expr, int):
             return str(expr)
-        return str(expr.subs(self._symbols)).replace(" ", "")
+        if expr not in self._sizes:
+            self._sizes[expr] = str(expr.subs(self._symbols)).replace(" ", "")
+        return self._sizes[expr]
 
     def type(self, node: fx.Node) -> str:
         """`bf16[b, s, hidden]`, several for an op with several outputs, `int` for a size."""

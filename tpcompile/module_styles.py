@@ -95,6 +95,8 @@ class Flow:
     sent: list[Sent] = field(default_factory=list)
     applied: set[str] = field(default_factory=set)
     """Styled modules whose weight an op of the graph reads."""
+    unequal: dict[str, str] = field(default_factory=dict)
+    """Module whose equal chunks are no whole units -> what they are."""
     atoms: dict[str, Dim | None] = field(default_factory=dict)
     """The named dim that each part-giving or part-taking module is split by."""
     gradients: dict[str, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tpcompile.errors import ShardingError
-from tpcompile.parameters import Sharded, all_sharded
+from tpcompile.parameters import Sharded, all_sharded, layouts_by_id
 from tpcompile.storage import ParamLayout
 from tpcompile.stored import distribute, view_original
 from tpcompile.stored_tensor import Stored
@@ -105,9 +105,9 @@ def _mapped(
 ) -> dict[str, Any]:
     """A copy of the state dict with the state of sharded parameters converted."""
     known = {
-        id(parameter): (sharded.layouts[name], sharded)
+        number: (layout, sharded)
         for model, sharded in all_sharded()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for number, layout in layouts_by_id(model).items()
     }
     state = dict(state_dict["state"])
     for index, parameter in _numbered(optimizer, state_dict):

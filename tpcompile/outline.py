@@ -1,6 +1,7 @@
 """A program as plain data: what the JSON, DOT, SVG and HTML forms are made from."""
 
 from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -115,7 +116,12 @@ def _formula(node: fx.Node, kind: str, labels: Labels) -> str:
     if not kind:
         return ""
     val, dims = values(node)[0], node.meta["dims"][0]
-    return str(sympy.factor(labels.symbols.size(dims) * val.dtype.itemsize * VOLUME[kind]))
+    return _factored(labels.symbols.size(dims) * val.dtype.itemsize * VOLUME[kind])
+
+
+@lru_cache(maxsize=256)
+def _factored(expression: Any) -> str:
+    return str(sympy.factor(expression))
 
 
 def _leaf(node: fx.Node, labels: Labels) -> dict[str, Any]:

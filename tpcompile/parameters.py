@@ -29,7 +29,7 @@ class Sharded:
     """How a sharded model's parameters are stored."""
 
     layouts: dict[str, ParamLayout]
-    """Of every name of every parameter (tied ones have several)."""
+    """Of every name that each parameter had then (tied ones have several)."""
     mesh: DeviceMesh
     """The 1-D mesh of the tensor parallel axis."""
 
@@ -37,12 +37,24 @@ class Sharded:
 Replaced = Callable[[nn.Parameter, nn.Parameter, Callable[[Tensor], DTensor]], None]
 """`replaced(old, new, place)`: `place` makes a DTensor of any tensor of the old one's shape."""
 
+_LAYOUTS = "_tpcompile_layouts"
+"""Attribute of every module of a sharded model: layouts of its own parameters."""
+
 _SHARDED: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
 
 def sharded_for(model: nn.Module) -> Sharded | None:
     """The storage of a model's parameters; None where `shard_parameters` has not seen it."""
     return _SHARDED.get(model)
+
+
+def layouts_by_id(model: nn.Module) -> dict[int, ParamLayout]:
+    """Id of each parameter of a sharded model -> its storage; names change when users wrap."""
+    return {
+        id(module._parameters[attr]): layout
+        for module in model.modules()
+        for attr, layout in module.__dict__.get(_LAYOUTS, {}).items()
+    }
 
 
 def copy_sharded(model: nn.Module, copied: nn.Module) -> None:
@@ -104,7 +116,8 @@ def shard_parameters(
     _move_buffers(model, mesh.device_type)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        install_hooks(module, {attr: by_name[prefix + attr] for attr in _own(module)}, mesh)
+        module.__dict__[_LAYOUTS] = {attr: by_name[prefix + attr] for attr in _own(module)}
+        install_hooks(module, module.__dict__[_LAYOUTS], mesh)
     _SHARDED[model] = Sharded(by_name, mesh)
 
 

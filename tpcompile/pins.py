@@ -9,10 +9,11 @@ from torch import fx, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tpcompile.dims import Dim, contains
-from tpcompile.errors import ShardingError
+from tpcompile.errors import InputError, ShardingError
 from tpcompile.passes.localize import layout_for
 from tpcompile.placement import R, State, state_text
-from tpcompile.plan import Plan, PlannedParameter, placement_from, placement_text
+from tpcompile.plan import Plan, PlannedParameter
+from tpcompile.plan_text import placement_from, placement_text
 from tpcompile.problem import Pin
 from tpcompile.reasons import unsplit
 from tpcompile.storage import ParamLayout
@@ -32,7 +33,17 @@ def plan_from(plan: PlanLike) -> Plan | Mapping[str, Any] | None:
 
 
 def sequence_parallel_for(asked: bool | str, plan: PlanLike) -> bool | str:
-    """What is asked, or where nothing is, what a plan was made with."""
+    """What is asked, or where nothing is, what a plan was made with.
+
+    Raises:
+        InputError: Something else than True, False or "auto" is asked.
+    """
+    if asked not in (True, False, "auto"):
+        raise InputError(
+            f"sequence_parallel={asked!r}",
+            "it says neither yes nor no",
+            'pass True, False, or "auto" to let the cost decide',
+        )
     made = plan_from(plan)
     return made.sequence_parallel if asked == "auto" and isinstance(made, Plan) else asked
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tpcompile.dims import Dim, contains
 from tpcompile.errors import ShardingError
 from tpcompile.placement import state_text
+from tpcompile.plan_text import json_text, placement_from, placement_text
 from tpcompile.program import Program
 from tpcompile.storage import ParamLayout
 
@@ -89,9 +89,7 @@ class Plan:
                 }
                 for p in self.parameters
             },
-            "collectives": [
-                dict(zip(keys, (*key, n), strict=True)) for key, n in counts.items()
-            ],
+            "collectives": [dict(zip(keys, (*key, n), strict=True)) for key, n in counts.items()],
             "replicated_ops": [list(each) for each in self.replicated_ops],
             "notes": list(self.notes),
         }
@@ -162,43 +160,6 @@ class Plan:
         return [*head, *self.notes]
 
 
-def json_text(data: Mapping[str, Any]) -> str:
-    """JSON with one line an entry of the second level, so that a change is one line of a diff."""
-    parts = []
-    for key, value in data.items():
-        items = list(value.items()) if isinstance(value, dict) else None
-        rows = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in items or ()]
-        if isinstance(value, list):
-            rows = [json.dumps(each) for each in value]
-        ends = "{}" if items is not None else "[]"
-        inner = f"{ends[0]}\n    " + ",\n    ".join(rows) + f"\n  {ends[1]}"
-        parts.append(f"  {json.dumps(key)}: {inner if rows else json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def placement_text(placement: Placement) -> str:
-    """`Shard(0)` or `Replicate`, as a plan's file has it."""
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate"
-
-
-def placement_from(text: str) -> Placement:
-    """The placement of a text: `Shard(dim)` or `Replicate`.
-
-    >>> placement_from("Shard(0)"), placement_from("Replicate")
-    (Shard(dim=0), Replicate())
-    """
-    found = re.fullmatch(r"Shard\((?:dim=)?(-?\d+)\)", text.replace(" ", ""))
-    if found:
-        return Shard(int(found[1]))
-    if text in ("Replicate", "Replicate()"):
-        return Replicate()
-    raise ShardingError(
-        f"cannot read the placement {text!r}.",
-        'it is neither "Shard(dim)" nor "Replicate".',
-        'write "Shard(0)" to split dim 0, "Shard(1)" to split dim 1, or "Replicate"',
-    )
-
-
 def _parameter(name: str, data: Mapping[str, Any] | str) -> PlannedParameter:
     each = {"placement": data} if isinstance(data, str) else data
     if "placement" not in each:
@@ -207,10 +168,10 @@ def _parameter(name: str, data: Mapping[str, Any] | str) -> PlannedParameter:
             f"it has {', '.join(each) or 'nothing'}, but no placement.",
             'give it "placement": "Shard(0)" or "Replicate"',
         )
-    return PlannedParameter(
-        name, tuple(each.get("shape", ())), tuple(each.get("local_shape", ())),
-        each.get("style", ""), each.get("splits", ""), placement_text(placement_from(each["placement"])),
-    )
+    placement = placement_text(placement_from(each["placement"]))
+    shape, local = (tuple(map(int, each.get(key, ()))) for key in ("shape", "local_shape"))
+    style, splits = each.get("style", ""), each.get("splits", "")
+    return PlannedParameter(name, shape, local, style, splits, placement)
 
 
 def plan_of(program: Program, layouts: dict[str, ParamLayout]) -> Plan:
@@ -224,7 +185,9 @@ def plan_of(program: Program, layouts: dict[str, ParamLayout]) -> Plan:
             layout = layouts[leaf.name]
             parameters.append(
                 PlannedParameter(
-                    leaf.name, layout.shape, layout.local_shape(),
+                    leaf.name,
+                    layout.shape,
+                    layout.local_shape(),
                     program.extra["styles"][leaf.name],
                     state_text(state),
                     "Replicate" if layout.dim is None else f"Shard({layout.dim})",
@@ -251,7 +214,10 @@ def collectives_of(program: Program) -> tuple[PlannedCollective, ...]:
             backward = what.step.backward if what.value.trained else ""
             found.append(
                 PlannedCollective(
-                    what.step.function, node.meta.get("path", ""), what.step.forward, backward,
+                    what.step.function,
+                    node.meta.get("path", ""),
+                    what.step.forward,
+                    backward,
                     what.value.nbytes,
                 )
             )
@@ -287,6 +253,7 @@ def _fold(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Rows that differ in one number of the name become one with a count."""
     found: dict[tuple[Any, ...], int] = {}
     for name, shape, local, style, placement in rows:
+
         def fold(text: str) -> str:
             return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", text)
 

@@ -109,7 +109,8 @@ def check_rules(program: Program, *, strict: bool) -> None:
     if strict:
         raise UnsupportedOpError(
             "strict=True asks that every op has a sharding rule",
-            f"{len(named)} have none: {', '.join(named[:5])}",
+            f"there is none for {', '.join(named[:5])}"
+            + (f" and {len(named) - 5} more" if len(named) > 5 else ""),
             "register a rule (tpcompile.rule.rule), or drop strict=True to replicate them",
         )
     warnings.warn(f"tpcompile replicates {', '.join(named[:5])}: no rule", stacklevel=3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from .program import Program
 from .program_edit import arguments, call, op
@@ -237,6 +238,43 @@ def glu(r: Rewriter, node: fx.Node) -> fx.Node:
     halves = r(aten.split_with_sizes.default, x, [half, half], dim)
     gate = r(aten.sigmoid.default, r(operator.getitem, halves, 1))
     return r(aten.mul.Tensor, r(operator.getitem, halves, 0), gate)
+
+
+# --- what a tensor is read for without its values ----------------------------------------------
+
+
+@rewrite(aten.sym_size.int)
+def size_read(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """A number where the size is one: nothing need be whole for it."""
+    x, dim = arguments(node)
+    size = x.meta["val"].shape[dim]
+    expr = sym_expr(size) if isinstance(size, torch.SymInt) else size
+    if not isinstance(expr, int) and not expr.is_Integer:
+        return None
+    for user in list(node.users):
+        user.args, user.kwargs = map_arg(
+            (arguments(user), user.kwargs), lambda n: int(expr) if n is node else n
+        )
+    return x
+
+
+@rewrite(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default)
+def new_filled(r: Rewriter, node: fx.Node) -> fx.Node:
+    """zeros, ones or empty: of the tensor only dtype and device are read."""
+    made = {
+        aten.new_zeros.default: aten.zeros.default,
+        aten.new_ones.default: aten.ones.default,
+        aten.new_empty.default: aten.empty.memory_format,
+    }
+    new = node.meta["val"]
+    return r(made[node.target], arguments(node)[1], dtype=new.dtype, device=new.device)
+
+
+@rewrite(aten.new_full.default)
+def new_full(r: Rewriter, node: fx.Node) -> fx.Node:
+    """full: of the tensor only dtype and device are read."""
+    new = node.meta["val"]
+    return r(aten.full.default, *arguments(node)[1:3], dtype=new.dtype, device=new.device)
 
 
 # --- casts -------------------------------------------------------------------------------------

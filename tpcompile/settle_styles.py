@@ -134,7 +134,7 @@ def _first(plan: Plan, read: StyledModel) -> Search:
             continue
         module = read.module.get_submodule(module_name)
         dim = next(i for i, (a, b) in enumerate(zip(row.shape, row.local, strict=True)) if a != b)
-        style = _style_for(module, short, dim)
+        style = module_style(module, short, dim)
         if style in STYLES:
             search.styles[module_name] = style
         else:
@@ -142,7 +142,7 @@ def _first(plan: Plan, read: StyledModel) -> Search:
     return search
 
 
-def _style_for(module: nn.Module, short: str, dim: int) -> str:
+def module_style(module: nn.Module, short: str, dim: int) -> str:
     """The word for a module whose parameter is split along `dim`, or why there is none."""
     kind = type(module).__name__
     words = {

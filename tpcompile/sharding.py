@@ -92,7 +92,6 @@ def shard(
         f"shard {type(model).__name__}", decide, lambda made: fingerprints(model, *made), group
     )
     planned = clone(program)  # localising changes the other one in place
-    planned.extra["stages"] = list(program.extra["stages"])
     twin = twin_of(model)
     pipeline.local(program, (group.group_name, size, rank))
     pipeline.run(program, pipeline.EMIT)

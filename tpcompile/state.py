@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpcompile.errors import CheckpointError
-from tpcompile.parameters import Sharded, sharded_for
+from tpcompile.parameters import Sharded, layouts_by_id, sharded_for
 from tpcompile.storage import ParamLayout
 from tpcompile.stored import gather_full
 
@@ -25,13 +25,14 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     Raises:
         CheckpointError: `model` is not sharded.
     """
-    layouts = _Layouts(model)
+    required(model)
+    layouts = layouts_by_id(model)
     state = model.state_dict(keep_vars=True)
     keep = not rank0_only or dist.get_rank() == 0
     gathered: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in gathered:
-            whole = _whole(value, layouts.layout(value))
+            whole = _whole(value, layouts.get(id(value)))
             gathered[id(value)] = whole if keep else None
     if not keep:
         return {}
@@ -54,7 +55,8 @@ def load_state_dict(model: nn.Module, full_state: Mapping[str, Any], strict: boo
     Raises:
         CheckpointError: names or shapes differ; nothing is changed.
     """
-    layouts = _Layouts(model)
+    required(model)
+    layouts = layouts_by_id(model)
     state = model.state_dict(keep_vars=True)
     missing = [key for key in state if key not in full_state]
     unexpected = [key for key in full_state if key not in state]
@@ -66,7 +68,7 @@ def load_state_dict(model: nn.Module, full_state: Mapping[str, Any], strict: boo
         )
     for key, value in state.items():
         if isinstance(value, Tensor) and key in full_state:
-            layout = layouts.layout(value)
+            layout = layouts.get(id(value))
             check_shape(key, full_state[key], layout.shape if layout else tuple(value.shape))
     return model.load_state_dict(full_state, strict=strict)
 
@@ -88,18 +90,6 @@ def _whole(value: Any, layout: ParamLayout | None) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone() if value.is_meta else value.detach().cpu().clone()
     return value
-
-
-class _Layouts:
-    """Layouts by parameter object: state dict hooks of the user's may rename keys."""
-
-    def __init__(self, model: nn.Module) -> None:
-        sharded = required(model)
-        named = model.named_parameters(remove_duplicate=False)
-        self.by_id = {id(p): sharded.layouts[name] for name, p in named}
-
-    def layout(self, value: Any) -> ParamLayout | None:
-        return self.by_id.get(id(value))
 
 
 def required(model: nn.Module) -> Sharded:

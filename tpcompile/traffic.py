@@ -15,6 +15,7 @@ from tpcompile.placement import P, State, state_text
 from tpcompile.program import Program, operands, values
 from tpcompile.reasons import op_text
 from tpcompile.rule import Rule
+from tpcompile.strategies import Facts
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ def megatron_counts(program: Program, *, scattered: bool) -> dict[str, Counter[t
     4.2.2).  Not counted: its all-gathers of inputs that it drops and gathers again.
     """
     plan = program.extra["assignment"]
-    weights = program.extra["facts"].only_parameters
+    facts: Facts = program.extra["facts"]
+    weights, passed = facts.only_parameters, facts.trained - facts.only_parameters
     found: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     inputs: set[tuple[str, fx.Node]] = set()
     for node in program.calls():
@@ -181,7 +183,7 @@ def megatron_counts(program: Program, *, scattered: bool) -> dict[str, Counter[t
         if P in strategy.outs:
             _add_pair(found[block], "forward", scattered)
         elif values(node) and isinstance(strategy.outs[0], Dim):
-            inputs |= {(block, _source(n)) for n in sources if _source(n) not in weights}
+            inputs |= {(block, _source(n)) for n in sources if _source(n) in passed}
     for block, _ in inputs:
         _add_pair(found[block], "backward", scattered)
     return dict(found)

@@ -1,0 +1,7 @@
+"""`python -m tpcompile`."""
+
+import sys
+
+from tpcompile.cli import main
+
+sys.exit(main())
