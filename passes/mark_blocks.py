@@ -2,6 +2,7 @@
 
 from torch import fx
 
+from tpcompile.placement import P
 from tpcompile.program import Program
 
 
@@ -36,9 +37,14 @@ def mark_blocks(program: Program) -> Program:
 
 
 def _claim_conversions(program: Program) -> None:
-    """A conversion whose readers are all in one block belongs there, not to its source."""
+    """A conversion whose readers are all in one block belongs there, not to its source.
+
+    Not that of a partial sum: what enters a block is a value that hooks can make sense of, and
+    the first block is like the others.
+    """
     for node in reversed(program.graph.nodes):
-        if node.op == "call_function" and "conversion" in node.meta:
+        what = node.meta.get("conversion")
+        if what is not None and what.have != P:
             homes = {user.meta.get("block", "") for user in node.users}
             if len(homes) == 1 and "" not in homes:
                 node.meta["block"] = homes.pop()

@@ -104,7 +104,6 @@ def _replace(
         graph.erase_node(node)
 
 
-
 def _sort(graph: fx.Graph) -> None:
     """Stable topological order: a block's call may stand after an early reader of its output."""
     place = {node: i for i, node in enumerate(graph.nodes)}

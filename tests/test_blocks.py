@@ -88,10 +88,9 @@ WRAPS = [wrap_by_torch, wrap_in_list, REENTRANT, wrap_in_new_list, patch_forward
 def test_checkpointed_blocks_run_again_in_the_backward(ranks, wrap, sequence_parallel):
     """Exact gradients, each block's forward collectives once more, and the same state dict.
 
-    All but one: no backward needs the last one's result, and a checkpoint stops early, unless it
-    is a reentrant one.
+    But a block's last one, which no backward needs: a checkpoint stops early, unless reentrant.
     """
-    last = 4 if wrap is REENTRANT else 3
+    last = 4 if wrap is REENTRANT else 2
     if sequence_parallel:
         again = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": last}
     else:

@@ -64,6 +64,16 @@ def sharded() -> nn.Module:
     return tpcompile.shard(MLP(), mesh(), X)
 
 
+def _line_in(model: type[nn.Module]) -> int:
+    """Number of the first line of code in a forward that has a docstring of one line."""
+    return model.forward.__code__.co_firstlineno + 2
+
+
+BRANCH = (
+    f"test_errors.py:{_line_in(Branch)} in forward: if x.sum() > 0:: GuardOnDataDependentSymNode: "
+    "Could not guard on data-dependent expression Eq(u0, 1) (unhinted: Eq(u0, 1)).  "
+    "(Size-like symbols: none)"
+)
 CASES: dict[str, tuple[Callable[[], str], str]] = {
     "axis": (
         lambda: failure(MLP(), mesh("dp"), X),
@@ -112,7 +122,9 @@ InputError: cannot call MLP.forward(y=).
     "too many arguments": (
         lambda: failure(MLP(), mesh(), (X, X)),
         """\
-""",
+InputError: cannot call MLP.forward(Tensor, Tensor).
+  too many positional arguments; its signature is forward(x: torch.Tensor) -> torch.Tensor.
+  fix: pass the arguments that forward takes, by position or by keyword.""",
     ),
     "kind of inputs": (
         lambda: failure(MLP(), mesh(), 3),
@@ -130,15 +142,17 @@ InputError: cannot make example inputs for MLP.
     ),
     "wrong shape": (
         lambda: failure(MLP(), mesh(), torch.ones(2, 7)),
-        """\
-""",
+        f"""\
+CaptureError: cannot capture MLP into one graph.
+  models.py:{_line_in(MLP)} in forward: return self.down(F.gelu(self.up(x))): RuntimeError: \
+a and b must have same reduction dim, but got [2, 7] X [8, 12].
+  fix: see that model(...) runs by itself on these inputs, and write this with plain torch ops.""",
     ),
     "branch": (
         lambda: failure(Branch(), mesh(), X),
-        """\
+        f"""\
 CaptureError: cannot capture Branch into one graph.
-  test_errors.py:25 in forward: if x.sum() > 0:: GuardOnDataDependentSymNode: Could not guard \
-on data-dependent expression Eq(u0, 1) (unhinted: Eq(u0, 1)).  (Size-like symbols: none)
+  {BRANCH}
   fix: replace Python control flow on tensor values by torch.where or masks, and sizes that \
 depend on values by fixed ones.""",
     ),
@@ -217,22 +231,53 @@ def _other_error() -> nn.Module:
     return Branch() if dist.get_rank() else MLP()
 
 
-def _same() -> nn.Module:
+def _same(ffn: int = 12) -> nn.Module:
     torch.manual_seed(0)
-    return MLP()
+    return MLP(8, ffn)
+
+
+def _mismatch(model: str, found: str) -> str:
+    return f"""\
+RankMismatchError: shard {model} on all ranks of the axis
+  ranks 0 and 1 differ in {found}
+  fix: seed all ranks alike (or load the same checkpoint) and give them the same inputs"""
 
 
 DIFFERENT: dict[str, tuple[Callable[[], str], str]] = {
-    "value": (lambda: failure(_other_value(), mesh(), X), ""),
-    "shape": (lambda: failure(MLP(8, 12 + 2 * dist.get_rank()), mesh(), X), ""),
-    "mode": (lambda: failure(_other_mode(), mesh(), X), ""),
-    "input shape": (lambda: failure(_same(), mesh(), torch.ones(2 + dist.get_rank(), 4, 8)), ""),
-    "input value": (lambda: failure(_same(), mesh(), X + dist.get_rank()), ""),
-    "pins": (
-        lambda: failure(_same(), mesh(), X, plan=[None, {"up.bias": Replicate()}][dist.get_rank()]),
-        "",
+    "value": (
+        lambda: failure(_other_value(), mesh(), X),
+        _mismatch("MLP", "parameter down.bias: other values"),
     ),
-    "one fails": (lambda: failure(_other_error(), mesh(), X), ""),
+    "shape": (
+        lambda: failure(MLP(8, 12 + 2 * dist.get_rank()), mesh(), X),
+        _mismatch("MLP", "parameter up.weight: (12, 8) torch.float32 and (14, 8) torch.float32"),
+    ),
+    "mode": (
+        lambda: failure(_other_mode(), mesh(), X),
+        _mismatch("Sequential", "mode: train and eval"),
+    ),
+    "input shape": (
+        lambda: failure(_same(), mesh(), torch.ones(2 + dist.get_rank(), 4, 8)),
+        _mismatch("MLP", "example input x: (2, 4, 8) torch.float32 and (3, 4, 8) torch.float32"),
+    ),
+    "input value": (
+        lambda: failure(_same(), mesh(), X + dist.get_rank()),
+        _mismatch("MLP", "example input x: other values"),
+    ),
+    "plan": (
+        lambda: failure(
+            _same(ffn=4096), mesh(), X, plan=[{"up.*": Replicate()}, None][dist.get_rank()]
+        ),
+        _mismatch("MLP", "plan: other values"),
+    ),
+    "one fails": (
+        lambda: failure(_other_error(), mesh(), X),
+        f"""\
+TpcompileError: shard MLP
+  rank 1 of the axis failed: cannot capture Branch into one graph. {BRANCH}
+  fix: on rank 1: replace Python control flow on tensor values by torch.where or masks, and \
+sizes that depend on values by fixed ones.""",
+    ),
 }
 """Name -> (what differs between two ranks, class and whole text of rank 0's error)."""
 

@@ -36,3 +36,10 @@ def test_quickstart() -> None:
 def test_your_own_module() -> None:
     """The report is printed, and it says that the model shards right."""
     assert run("02_your_own_module.py").strip()
+
+
+def test_choose_a_degree() -> None:
+    """Four blocks fit one A100, so the advice is data parallelism; 16 is said to cross the node."""
+    text = run("04_choose_a_degree.py")
+    assert "recommended: tensor parallel degree 1" in text
+    assert "warning: degrees 16 cross the node of 8 devices" in text

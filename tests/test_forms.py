@@ -67,11 +67,11 @@ def test_json_parameters_have_local_bytes() -> None:
 
 
 def test_blocks_alike_are_folded() -> None:
-    """Layers but the first, which also cuts the embedding's sum, are one section."""
+    """All layers are one section, between what comes before and after them."""
     paths = [each for _, each in folded(llama()["sections"]) if each[0]]
-    assert paths[-1][-1] == "model.layers.2"
-    assert sum(map(len, paths)) == 3
-    assert len(paths) == 2
+    assert paths == [[f"model.layers.{i}" for i in range(3)]]
+    likes = [s["like"] for s in llama()["sections"] if s["block"]]
+    assert likes == [None, "model.layers.0", "model.layers.0"]
 
 
 def test_dot_is_whole_and_folded() -> None:
@@ -82,7 +82,7 @@ def test_dot_is_whole_and_folded() -> None:
     assert edges
     assert {end for edge in edges for end in edge} <= nodes
     assert text.count("{") == text.count("}")
-    assert 'label="model.layers.1 ... model.layers.2 (x 2)"' in text
+    assert 'label="model.layers.0 ... model.layers.2 (x 3)"' in text
     gathers = [line for line in text.splitlines() if 'label="all_gather' in line]
     assert gathers
     assert all("shape=cds" in line for line in gathers)

@@ -1,7 +1,5 @@
 """FSDP2 on the blocks and the root of a sharded model, on a second mesh axis."""
 
-import warnings
-
 import pytest
 import torch
 from llama import VOCAB, assert_close, loss_for, pair
@@ -13,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from tpcompile.state import full_state_dict, load_state_dict
 
 
-def check_fsdp(sequence_parallel, reshard):
-    """Steps on a (dp 2, tp 2) mesh against one device that averages over both batches."""
+def train(sequence_parallel, reshard):
+    """(plain, sharded) after steps on a (dp 2, tp 2) mesh against one device that averages over both batches."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, model = pair(sequence_parallel, mesh)
     batches = torch.randint(0, VOCAB, (2, 2, 8), generator=torch.Generator().manual_seed(3))
@@ -37,13 +35,11 @@ def check_fsdp(sequence_parallel, reshard):
 
 def check_training(sequence_parallel, reshard):
     """Equal weights after the steps, whole on every rank; each parameter on both axes."""
-    plain, model = check_fsdp(sequence_parallel, reshard)
+    plain, model = train(sequence_parallel, reshard)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), name
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        full = full_state_dict(model)
+    full = full_state_dict(model)
     wanted = plain.state_dict()
     assert list(full) == list(wanted)
     assert_close(dict(full), dict(wanted), tolerance=1e-9)

@@ -57,8 +57,10 @@ def drawing_of(of: Outline) -> Drawing:
 
     Masks, positions and rotary tables are the same on every rank and would hide the rest.
     """
-    clusters, shown, stands_for = [], {}, {}
-    sections = {s["block"]: s for s in of["sections"] if s["block"]}
+    clusters: list[Cluster] = []
+    shown: dict[tuple[str, str], str] = {}
+    stands_for: dict[str, str] = {}
+    sections: dict[str, dict[str, Any]] = {s["block"]: s for s in of["sections"] if s["block"]}
     for index, (section, paths) in enumerate(folded(of["sections"])):
         nodes = [n for n in section["nodes"] if n["weighed"]]
         if not nodes:
@@ -95,7 +97,7 @@ def _edges(
             if key is None:
                 continue
             for name in node["inputs"]:
-                source = stands_for.get(name, name)
+                source = stands_for[name] if name in stands_for else name
                 local = shown.get((section["block"], source)) or by_name.get(source)
                 if local is not None and local != key:
                     found[local, key] = None

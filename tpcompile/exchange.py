@@ -128,21 +128,20 @@ def from_hf_tp_plan(
     Raises:
         ShardingError: A style is not known here.
     """
-    pins = dict[str, Placement]()
-    for name, style in full_names(tp_plan, model).items():
-        for parameter, placement in _placements(model, name, style):
-            pins[parameter] = placement
-    if exact:
-        rest = (name for name, _ in model.named_parameters() if name not in pins)
-        pins |= dict.fromkeys(rest, Replicate())
-    return pins
+    return _pins(full_names(tp_plan, model), model, exact)
 
 
 def from_parallelize_plan(
     plan: Mapping[str, Any], model: nn.Module, *, exact: bool = False
 ) -> dict[str, Placement]:
     """Pins from a plan for `parallelize_module`; see `from_hf_tp_plan`."""
-    return from_hf_tp_plan(hf_styles(plan, model), model, exact=exact)
+    return _pins(hf_styles(plan, model), model, exact)
+
+
+def _pins(styles: Mapping[str, str], model: nn.Module, exact: bool) -> dict[str, Placement]:
+    pins = {p: placement for n, s in styles.items() for p, placement in _placements(model, n, s)}
+    rest = (name for name, _ in model.named_parameters() if exact and name not in pins)
+    return pins | dict.fromkeys(rest, Replicate())
 
 
 def full_names(tp_plan: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -241,7 +241,7 @@ def dtype_text(dtype: torch.dtype) -> str:
     return _DTYPES.get(stem, stem) + name[len(stem) :]
 
 
-def _is_segments(arg: Any) -> bool:
+def _is_segments(arg: Any) -> TypeGuard[tuple[tuple[Any, Any, Any], ...]]:
     return (
         isinstance(arg, tuple)
         and bool(arg)

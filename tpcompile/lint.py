@@ -131,9 +131,10 @@ def _understood(
             found.append(Finding("error", folded(name), wrong))
         else:
             styles[name] = style
-    for name in sorted(styles.keys() - read.follow(styles, tp).applied):
-        if STYLES[styles.pop(name)].dim is not None:
-            found.append(Finding("note", folded(name), "this forward does not run it"))
+    weighted = {name for name, style in styles.items() if STYLES[style].dim is not None}
+    for name in sorted(weighted - read.follow(styles, tp).applied):
+        del styles[name]
+        found.append(Finding("note", folded(name), "this forward does not run it"))
     return styles, list(dict.fromkeys(found))
 
 

@@ -11,12 +11,15 @@ from tpcompile import pipeline
 from tpcompile.capture import capture
 from tpcompile.errors import InputError, UnsupportedOpError
 from tpcompile.hf import example_inputs_for
+from tpcompile.ops.replicated import REPLICATED
 from tpcompile.program import Program, is_dynamic, values
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor | None
 
 
-def arguments_of(model: nn.Module, example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(
+    model: nn.Module, example_inputs: Inputs
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of the forward call that `example_inputs` stands for.
 
     Raises:
@@ -65,9 +68,7 @@ def _has_plain_sizes(program: Program) -> bool:
     return all(expr.is_polynomial() for expr in exprs)
 
 
-def _plain_names(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def _plain_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Names of tensor arguments where all are plain, for a lookup torch.compile can trace."""
     import inspect
 
@@ -87,7 +88,10 @@ def block_paths(model: nn.Module) -> set[str]:
         if any(path == f or path.startswith(f + ".") for f in found):
             continue
         for name, child in module.named_children():
-            if next(child.children(), None) is not None and next(child.parameters(), None) is not None:
+            if (
+                next(child.children(), None) is not None
+                and next(child.parameters(), None) is not None
+            ):
                 found.add(f"{path}.{name}" if path else name)
     return found
 
@@ -97,15 +101,16 @@ def check_rules(program: Program, *, strict: bool) -> None:
     from tpcompile.problem import Assignment
 
     plan: Assignment = program.extra["assignment"]
-    bare = [
-        (str(node.target), node.meta.get("path", ""))
-        for node in plan.strategies
-        if node.meta.get("rule") is None
-    ]
-    program.extra["replicated_ops"] = tuple(bare)
+    bare = [node for node in plan.strategies if node.meta.get("rule") is None]
+    program.extra["replicated_ops"] = tuple(
+        (str(node.target), node.meta.get("path", "")) for node in bare
+    )
+    # Without a gradient it is bookkeeping (tokens counted by expert) that costs next to nothing.
+    trained = program.extra["facts"].trained
+    bare = [node for node in bare if node in trained or node.target not in REPLICATED]
     if not bare:
         return
-    named = sorted({f"{op} in {path or 'the root'}" for op, path in bare})
+    named = sorted({f"{node.target} in {node.meta.get('path') or 'the root'}" for node in bare})
     if strict:
         raise UnsupportedOpError(
             "strict=True asks that every op has a sharding rule",

@@ -48,8 +48,8 @@ class Stages(Mapping[str, str]):
 
     def diff(self, before: str, after: str, *, context: int = 0) -> str:
         """Unified diff of two stages; values keep their names, so a line is a value."""
-        lines = (self[name].splitlines() for name in (before, after))
-        return "\n".join(difflib.unified_diff(*lines, before, after, lineterm="", n=context)) + "\n"
+        a, b = self[before].splitlines(), self[after].splitlines()
+        return "\n".join(difflib.unified_diff(a, b, before, after, lineterm="", n=context)) + "\n"
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `03_name_dims.txt` and so on, and the planned program in every form."""
