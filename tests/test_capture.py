@@ -295,33 +295,27 @@ def test_checkpoint_is_noted(reentrant: bool) -> None:
 
 
 class Tripled(torch.autograd.Function):
-    """A backward that is not the forward's."""
+    """A backward that is not the forward's, of a function that is not elementwise."""
 
     @staticmethod
     def forward(ctx, x):
-        """Double."""
-        return x * 2
+        """Double, from the other end."""
+        return x.flip(0) * 2
 
     @staticmethod
     def backward(ctx, grad):
         """Triple."""
-        return grad * 3
+        return grad.flip(0) * 3
 
 
 def test_custom_autograd_functions_are_refused() -> None:
-    """Their backward would be lost."""
+    """Their backward would be lost; only one that maps elements to elements is kept, as an op."""
     model = made(lambda m, x: Tripled.apply(m.lin(x)))
-    line = test_custom_autograd_functions_are_refused.__code__.co_firstlineno + 2
     with pytest.raises(CaptureError) as error:
         capture(model, (rand(3, 4),), {})
-    assert str(error.value) == (
-        "cannot capture the custom autograd function Tripled.\n"
-        f"  test_capture.py:{line} in <lambda>: "
-        "model = made(lambda m, x: Tripled.apply(m.lin(x))): "
-        "capture keeps its forward and would lose its backward.\n"
-        "  fix: write Tripled with plain torch ops, or as a torch.library.custom_op with "
-        "register_autograd."
-    )
+    asked, _, fix = str(error.value).split("\n")
+    assert "custom autograd function Tripled" in asked
+    assert fix.startswith("  fix: write Tripled with plain torch ops")
     Tripled.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
 

@@ -97,14 +97,27 @@ def check_conversions(axis: Axis) -> None:
     """All rows of the table on all layouts."""
     torch.manual_seed(0)
     for row, (shape, layout) in itertools.product(COLLECTIVES, layouts()):
-        if row.name != "all_to_all":
+        if row.name not in ("all_to_all", "to_partial"):
             check_row(row, axis, shape, layout, layout)
+    check_to_partial(axis)
     for first, second in itertools.product(SEGMENTS, SEGMENTS):
         lengths = [local_length(s, 1, 0) for s in (first, second)]
-        row = COLLECTIVES[-1]
+        row = next(row for row in COLLECTIVES if row.name == "all_to_all")
         check_row(row, axis, (*lengths, 2), (0, first), (1, second))
         check_row(row, axis, (3, lengths[1], lengths[0]), (2, first), (1, second))
         check_row(row, axis, (1, *lengths), (1, first), (2, second))
+
+
+def check_to_partial(axis: Axis) -> None:
+    """A value counted once: the ranks' parts add up to it, and so do partial gradients."""
+    grads = torch.randn(axis[1], 3, dtype=torch.float64)
+    for partial_grad in (False, True):
+        x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
+        y = collectives.to_partial(x, axis, partial_grad)
+        torch.testing.assert_close(wire.all_reduce(y.detach(), axis), x.detach())
+        (got,) = torch.autograd.grad(y, x, grads[0])
+        total = wire.all_reduce(got, axis) if partial_grad and axis[1] > 1 else got
+        torch.testing.assert_close(total, grads[0])
 
 
 def check_dtypes(axis: Axis) -> None:

@@ -96,8 +96,9 @@ def _edges(
             key = shown.get((section["block"], node["name"]))
             if key is None:
                 continue
-            for name in node["inputs"]:
-                source = stands_for[name] if name in stands_for else name
+            inputs: list[str] = node["inputs"]
+            for name in inputs:
+                source = stands_for.get(name, name)
                 local = shown.get((section["block"], source)) or by_name.get(source)
                 if local is not None and local != key:
                     found[local, key] = None

@@ -195,7 +195,7 @@ class Labels:
             if isinstance(arg, int):
                 found.append(f"dim={arg}")
             elif _is_segments(arg):
-                if len(arg) > 1 or arg[0][0] != 1 or arg[0][2] != 1:
+                if len(arg) > 1 or any((outer, inner) != (1, 1) for outer, _, inner in arg):
                     found.append(f"by={self._segments(arg)}")
             else:
                 found.append(self.arg(arg))
