@@ -22,7 +22,9 @@ def assign_placements(program: Program) -> Program:
     except Infeasible as error:
         raise _conflict(problem, error) from error
     if not solution.exact:
-        program.notes.append("the plan is a cheap one, not proved the cheapest: layers share weights")
+        program.notes.append(
+            "the plan is a cheap one, not proved the cheapest: layers share weights"
+        )
     program.extra["assignment"] = problem.assignment(solution)
     return program
 

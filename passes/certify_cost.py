@@ -17,8 +17,11 @@ def certify_cost(program: Program) -> Program:
     """
     plan: Assignment = program.extra["assignment"]
     cost = plan.choices.cost
-    total = sum(resident_ticks(n, s, plan.choices) for n, s in plan.parameters.items()
-                if program.leaves[n.name].kind == "parameter")
+    total = sum(
+        resident_ticks(n, s, plan.choices)
+        for n, s in plan.parameters.items()
+        if program.leaves[n.name].kind == "parameter"
+    )
     for node in program.calls():
         if node in plan.strategies:
             total += plan.strategies[node].ticks

@@ -56,7 +56,9 @@ def _cancel(node: fx.Node) -> bool:
     """split(all_gather(x)) of one dim is x."""
     before = node.args[0]
     outer: Conversion = node.meta["conversion"]
-    inner: Conversion | None = before.meta.get("conversion") if isinstance(before, fx.Node) else None
+    inner: Conversion | None = (
+        before.meta.get("conversion") if isinstance(before, fx.Node) else None
+    )
     if inner is None or outer.step.function != "split" or inner.step.function != "all_gather":
         return False
     if inner.have is not outer.need:
@@ -69,7 +71,9 @@ def _fuse(node: fx.Node) -> bool:
     """split(all_reduce(x)) with no other reader is reduce_scatter(x)."""
     before = node.args[0]
     outer: Conversion = node.meta["conversion"]
-    inner: Conversion | None = before.meta.get("conversion") if isinstance(before, fx.Node) else None
+    inner: Conversion | None = (
+        before.meta.get("conversion") if isinstance(before, fx.Node) else None
+    )
     if inner is None or outer.step.function != "split" or inner.step is not ALL_REDUCE:
         return False
     if len(before.users) != 1:  # type: ignore[union-attr]

@@ -103,11 +103,15 @@ def _convert(
 def _insert(program: Program, source: fx.Node, reader: fx.Node, what: Conversion) -> fx.Node:
     # A parameter's conversion belongs to the block that reads it, so it stands by its reader.
     is_leaf = source.op == "placeholder" or source.meta.get("by_reader")
-    where = program.graph.inserting_before(reader) if is_leaf else program.graph.inserting_after(source)
+    where = (
+        program.graph.inserting_before(reader) if is_leaf else program.graph.inserting_after(source)
+    )
     with where:
         node = program.graph.call_function(FUNCTIONS[what.step.function], (source,))
     like = reader if is_leaf and reader.op != "output" else source
-    node.meta.update({k: like.meta[k] for k in ("path", "where", "modules", "calls") if k in like.meta})
+    node.meta.update(
+        {k: like.meta[k] for k in ("path", "where", "modules", "calls") if k in like.meta}
+    )
     node.meta["val"] = source.meta["val"]
     node.meta["dims"] = source.meta["dims"]
     node.meta["conversion"] = what

@@ -114,7 +114,8 @@ class _Context:
     def _computed(self, expr: Any) -> fx.Node:
         """The node of the capture that computes a size no input gives."""
         return next(
-            n for n in self.program.calls()
+            n
+            for n in self.program.calls()
             if isinstance(val := n.meta.get("val"), torch.SymInt) and val.node.expr == expr
         )
 

@@ -130,8 +130,7 @@ class _Naming:
 
 def _sized_ins(naming: _Naming, node: fx.Node, rule: Rule) -> list[tuple[Spec, tuple[int, ...]]]:
     return [
-        (spec, naming.shapes(n)[0].shape)
-        for spec, n in zip(rule.ins, operands(node), strict=True)
+        (spec, naming.shapes(n)[0].shape) for spec, n in zip(rule.ins, operands(node), strict=True)
     ]
 
 

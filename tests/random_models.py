@@ -128,7 +128,11 @@ class Chain(nn.Module):
         if step.kind == "expand":
             return y[:, :1].expand_as(x) + x
         assert step.kind == "again", step.kind
-        fitting = [p for p in self.parts if isinstance(p, nn.Linear) and p.in_features == p.out_features == x.shape[-1]]
+        fitting = [
+            p
+            for p in self.parts
+            if isinstance(p, nn.Linear) and p.in_features == p.out_features == x.shape[-1]
+        ]
         return fitting[step.n % len(fitting)](x) if fitting else -x
 
 

@@ -14,11 +14,11 @@ from tpcompile.calibrate import measured_profile
 from tpcompile.clone import clone
 from tpcompile.cost import CostModel
 from tpcompile.errors import HardwareError
-from tpcompile.hardware import Hardware, Link, fraction_at, hardware_for
+from tpcompile.hardware import Hardware, Link, fraction_at
 from tpcompile.measure import fit_link
 from tpcompile.planning import captured
 from tpcompile.predict import Times, predict
-from tpcompile.profiles import DEFAULT, PROFILES, default_for
+from tpcompile.profiles import DEFAULT, PROFILES, default_for, hardware_for
 from tpcompile.program import Program
 from tpcompile.work import Sides
 

@@ -30,9 +30,25 @@ WRITTEN = [
 
 INTERFACE = {"tpcompile"} | {
     f"tpcompile.{name}"
-    for name in (
-        *("sharding", "verification", "planning", "pipeline", "emit", "explain", "pins", "stages"),
-    )
+    for name in [
+        "advise",
+        "check_prediction",
+        "cli",
+        "degrees",
+        "emit",
+        "exchange",
+        "explain",
+        "lint",
+        "local_shapes",
+        "pins",
+        "pipeline",
+        "planning",
+        "recapture",
+        "settle_styles",
+        "sharding",
+        "stages",
+        "verification",
+    ]
 }
 """What joins nouns and passes; every other module of tpcompile is a noun."""
 PUBLIC = ("torch.ops.", "torch._check")

@@ -10,10 +10,11 @@ from tpcompile.advice import Advice
 from tpcompile.cost import hint
 from tpcompile.degrees import Degree, block_of, degree_for
 from tpcompile.errors import InputError
-from tpcompile.hardware import Hardware, hardware_for
+from tpcompile.hardware import Hardware
 from tpcompile.layout3d import Job, best_layout, smallest_layout
 from tpcompile.memory import optimizer_for
 from tpcompile.planning import Inputs, arguments_of, captured
+from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)

@@ -13,7 +13,7 @@ from tpcompile.alternatives import Difference, forced, unpinned
 from tpcompile.dims import Dim
 from tpcompile.explain_text import full_text
 from tpcompile.formulas import Symbols
-from tpcompile.hardware import Hardware, hardware_for
+from tpcompile.hardware import Hardware
 from tpcompile.memory import Memory, Optimizer, activation_formula, memory_of, optimizer_for
 from tpcompile.ops.replicated import reason_for
 from tpcompile.passes.localize import layout_for
@@ -22,6 +22,7 @@ from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.predict import Times, predict
 from tpcompile.problem import Assignment
+from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 from tpcompile.reasons import parameter_reason
 from tpcompile.traffic import Sent, counts_of, megatron_counts, traffic_of

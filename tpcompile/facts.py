@@ -9,8 +9,16 @@ from tpcompile.program import Program, operands, values
 from tpcompile.strategies import Facts
 
 _NO_GRADIENT = (
-    "aten.detach", "aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like",
-    "aten.empty_like", "aten.rand_like", "aten.randn_like", "aten.sign", "aten.argmax",
+    "aten.detach",
+    "aten.new_",
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.full_like",
+    "aten.empty_like",
+    "aten.rand_like",
+    "aten.randn_like",
+    "aten.sign",
+    "aten.argmax",
 )
 
 

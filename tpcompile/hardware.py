@@ -109,30 +109,6 @@ def fraction_at(curve: Curve, side: float) -> float:
     return curve[-1][1]
 
 
-def hardware_for(wanted: "Hardware | str | os.PathLike[str] | None", device: str = "") -> Hardware:
-    """The profile a user asks for: a `Hardware`, a name, a JSON or TOML file; None: the device's.
-
-    Raises:
-        HardwareError: No profile and no file has that name, or the file does not make a profile.
-    """
-    from tpcompile.profiles import PROFILES, default_for
-
-    if wanted is None:
-        return default_for(device)
-    if isinstance(wanted, Hardware):
-        return wanted
-    if isinstance(wanted, str) and wanted in PROFILES:
-        return PROFILES[wanted]
-    path = Path(wanted)
-    if path.is_file():
-        return load(path)
-    raise HardwareError(
-        f"hardware={os.fspath(wanted)!r}",
-        f"no file has that name, and the profiles are {', '.join(PROFILES)}",
-        "use one of those, a Hardware, or a file that tpcompile.calibrate(path=...) wrote",
-    )
-
-
 def load(path: Path) -> Hardware:
     """The profile a JSON or TOML file describes: the fields of `Hardware` and `Link`.
 

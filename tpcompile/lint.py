@@ -14,10 +14,11 @@ from tpcompile.exchange import full_names, hf_styles
 from tpcompile.explain import Explanation, explain
 from tpcompile.explain_text import folded_words
 from tpcompile.formulas import bytes_text, seconds_text
-from tpcompile.hardware import Hardware, hardware_for
+from tpcompile.hardware import Hardware
 from tpcompile.module_styles import GATHERED, STYLES, Conflict, Flow, folded
 from tpcompile.plan import Plan
 from tpcompile.planning import Inputs
+from tpcompile.profiles import hardware_for
 from tpcompile.settle_styles import StyledModel, module_style, settle
 
 _ELSEWHERE = (

@@ -7,9 +7,13 @@ PyTorch leaves off by default. Latencies: NCCL `src/graph/tuning.cc`, `baseLat` 
 ring with the low-latency protocol: 6.6 us, and 0.6 (NVLink), 1.0 (PCIe) and 2.7 us (network) a hop.
 """
 
+import os
+from pathlib import Path
+
 import torch
 
-from tpcompile.hardware import Curve, Hardware, Link
+from tpcompile.errors import HardwareError
+from tpcompile.hardware import Curve, Hardware, Link, load
 
 _STARTUP = 6.6e-6
 _LAUNCH = 4e-6
@@ -101,3 +105,25 @@ def default_for(device: str = "") -> Hardware:
         if chip in found:
             return PROFILES.get(f"{chip}-pcie" if pcie else f"{chip}-nvlink", DEFAULT)
     return DEFAULT
+
+
+def hardware_for(wanted: "Hardware | str | os.PathLike[str] | None", device: str = "") -> Hardware:
+    """The profile a user asks for: a `Hardware`, a name, a JSON or TOML file; None: the device's.
+
+    Raises:
+        HardwareError: No profile and no file has that name, or the file does not make a profile.
+    """
+    if wanted is None:
+        return default_for(device)
+    if isinstance(wanted, Hardware):
+        return wanted
+    if isinstance(wanted, str) and wanted in PROFILES:
+        return PROFILES[wanted]
+    path = Path(wanted)
+    if path.is_file():
+        return load(path)
+    raise HardwareError(
+        f"hardware={os.fspath(wanted)!r}",
+        f"no file has that name, and the profiles are {', '.join(PROFILES)}",
+        "use one of those, a Hardware, or a file that tpcompile.calibrate(path=...) wrote",
+    )

@@ -15,7 +15,7 @@ from tpcompile.dispatch import Dispatcher
 from tpcompile.emit import emit
 from tpcompile.errors import MeshError, TpcompileError
 from tpcompile.explain import Explanation
-from tpcompile.hardware import Hardware, hardware_for
+from tpcompile.hardware import Hardware
 from tpcompile.optimizer import (
     check_optimizer,
     hook_optimizer,
@@ -31,6 +31,7 @@ from tpcompile.planning import (
     captured,
     check_rules,
 )
+from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 from tpcompile.recapture import Recapture, twin_of
 from tpcompile.sharded_module import install

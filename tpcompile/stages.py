@@ -12,9 +12,10 @@ from tpcompile.clone import clone
 from tpcompile.errors import InputError, TpcompileError
 from tpcompile.explain import Explanation
 from tpcompile.forms import FORMS, form_of
-from tpcompile.hardware import Hardware, hardware_for
+from tpcompile.hardware import Hardware
 from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
+from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 
 

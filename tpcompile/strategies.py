@@ -144,8 +144,9 @@ class Choices:
             refused |= self.atoms.leaves(dim)
         for name in rule.plain:
             if name in bound:
-                refused |= {a for a in self.atoms.splitting(bound[name])
-                            if not _is_plain(bound[name], a)}
+                refused |= {
+                    a for a in self.atoms.splitting(bound[name]) if not _is_plain(bound[name], a)
+                }
         if self._is_table(node, leaves):
             refused.add(self.width)  # type: ignore[arg-type]
         contracts = self._is_weight_contraction(node, rule)

@@ -13,11 +13,12 @@ from tpcompile import pipeline
 from tpcompile.capture import unflatten_output
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.clone import clone
-from tpcompile.hardware import Hardware, hardware_for
+from tpcompile.hardware import Hardware
 from tpcompile.local_group import run_ranks
 from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
 from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
+from tpcompile.profiles import hardware_for
 from tpcompile.program import Program, values
 from tpcompile.storage import ParamLayout
 from tpcompile.structure import flatten, is_tensor
@@ -56,7 +57,9 @@ class Report:
     def __str__(self) -> str:
         order = sorted(self.differences, key=lambda d: -d.error)[:8]
         rows = [(d.kind, d.name, f"{d.error:.1e}", "ok" if d.ok else "WRONG") for d in order]
-        counts = {k: sum(d.kind == k for d in self.differences) for k in ("output", "loss", "gradient")}
+        counts = {
+            k: sum(d.kind == k for d in self.differences) for k in ("output", "loss", "gradient")
+        }
         head = ", ".join(f"{n} {k}{'es' if k == 'loss' else 's'}" for k, n in counts.items())
         verdict = "equal to one device" if self.ok else "NOT equal to one device"
         table = tabulate(rows, ["", "tensor", "error", f"within {self.tolerance:.0e}"])
@@ -155,7 +158,11 @@ def _on_rank(program: Program, axis: Any, model: nn.Module, tensors: list[Tensor
             part = layouts[leaf.name].to_local(whole.detach(), rank).clone()
             local[leaf.name] = part.requires_grad_(whole.requires_grad)
             layout = layouts[leaf.name]
-            cut = part.narrow(layout.dim, 0, layout.real_length(rank)) if layout.dim is not None else part
+            cut = (
+                part.narrow(layout.dim, 0, layout.real_length(rank))
+                if layout.dim is not None
+                else part
+            )
             values_in.append(cut)
         elif leaf.kind == "buffer":
             values_in.append(buffers[leaf.name].detach().clone())
@@ -197,7 +204,12 @@ def _scalar(outputs: list[Tensor]) -> Tensor:
 def _compare(want: _Run, runs: list[_Run], names: list[str]) -> list[Difference]:
     tolerance = _tolerance(want.program)
     found: list[Difference] = []
-    scale = max([1e-30, *(float(g.abs().max()) for g in want.gradients.values() if g is not None and g.numel())])
+    scale = max(
+        [
+            1e-30,
+            *(float(g.abs().max()) for g in want.gradients.values() if g is not None and g.numel()),
+        ]
+    )
 
     def add(kind: str, name: str, a: Tensor | None, b: Tensor | None, floor: float) -> None:
         error = _error(a, b, floor)
@@ -222,9 +234,7 @@ def _compare(want: _Run, runs: list[_Run], names: list[str]) -> list[Difference]
             for rank, part in enumerate(parts):
                 add("gradient", f"{name} (rank {rank})", grad, part, scale)
         else:
-            filled = [
-                torch.zeros(layout.local_shape()) if p is None else p for p in parts
-            ]
+            filled = [torch.zeros(layout.local_shape()) if p is None else p for p in parts]
             add("gradient", name, grad, layout.from_locals(filled), scale)
     return found
 
