@@ -1,4 +1,4 @@
-"""The command line as a newcomer meets it: every verb in a process of its own, and what goes wrong."""
+"""The command line as a newcomer meets it: every verb in a process of its own."""
 
 import json
 import os

@@ -12,7 +12,7 @@ from tpcompile.state import full_state_dict, load_state_dict
 
 
 def train(sequence_parallel, reshard):
-    """(plain, sharded) after steps on a (dp 2, tp 2) mesh against one device that averages over both batches."""
+    """(plain, sharded) after steps on a (dp 2, tp 2) mesh; plain averages over both batches."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, model = pair(sequence_parallel, mesh)
     batches = torch.randint(0, VOCAB, (2, 2, 8), generator=torch.Generator().manual_seed(3))

@@ -28,27 +28,13 @@ WRITTEN = [
     if path.is_file() and path.suffix != ".pyc"
 ] + [path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git"]
 
-INTERFACE = {"tpcompile"} | {
+INTERFACE = {"tpcompile", "tpcompile.__main__", "tpcompile.sharded_module"} | {
     f"tpcompile.{name}"
-    for name in [
-        "advise",
-        "check_prediction",
-        "cli",
-        "degrees",
-        "emit",
-        "exchange",
-        "explain",
-        "lint",
-        "local_shapes",
-        "pins",
-        "pipeline",
-        "planning",
-        "recapture",
-        "settle_styles",
-        "sharding",
-        "stages",
-        "verification",
-    ]
+    for name in (
+        *("advice", "advise", "check_prediction", "cli", "degrees", "dispatch", "emit"),
+        *("exchange", "explain", "layout3d", "lint", "local_shapes", "pins", "pipeline"),
+        *("planning", "recapture", "settle_styles", "sharding", "stages", "verification"),
+    )
 }
 """What joins nouns and passes; every other module of tpcompile is a noun."""
 PUBLIC = ("torch.ops.", "torch._check")

@@ -31,8 +31,9 @@ class Watch:
 
 @contextmanager
 def watch_forward(model: nn.Module) -> Iterator[Watch]:
-    """Trace inside this: checkpoints and assignments are noted, custom autograd functions that do
-    not map elements raise.
+    """Trace inside this: checkpoints and assignments are noted, custom autograd functions seen.
+
+    Of those, one that does not map elements to elements raises.
 
     The model's attributes are afterwards what they were before.
     """
