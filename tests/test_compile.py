@@ -15,22 +15,26 @@ class Compiled:
         self.plain, self.model = pair(sequence_parallel)
         self.call = torch.compile(self.model, fullgraph=True, backend=backend)
 
-    def check(self, ids, **kwargs):
+    def check(self, ids, tolerance=1e-12, **kwargs):
         """Loss and gradients are equal; how many graphs there are so far."""
         losses = []
+        # A trace cannot make a capture; the model itself can.
+        loss_for(self.model, ids, **kwargs)
         for each in (self.plain, self.call):
             each.zero_grad()
             losses.append(loss_for(each, ids, **kwargs))
             losses[-1].backward()
-        assert_close(losses[1].detach(), losses[0].detach())
-        assert_close(gradients(self.model), gradients(self.plain))
+        assert_close(losses[1].detach(), losses[0].detach(), tolerance)
+        assert_close(gradients(self.model), gradients(self.plain), tolerance)
         return counters["stats"]["unique_graphs"]
 
 
 def check_whole(backend, sequence_parallel):
     """Three steps: graphs after each."""
     compiled = Compiled(backend, sequence_parallel)
-    return [compiled.check(tokens(seed=seed)) for seed in range(3)]
+    # Generated code fuses the float32 parts of the norms, which rounds them differently.
+    tolerance = 1e-12 if backend == "aot_eager" else 1e-8
+    return [compiled.check(tokens(seed=seed), tolerance) for seed in range(3)]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -56,10 +60,13 @@ def check_sizes(sequence_parallel):
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "graphs"),
-    [(False, [1, 2, 2, 2, 3, 3, 3, 3]), (True, [1, 2, 2, 2, 3, 4, 4, 4])],
+    [(False, [1, 2, 2, 2, 3, 4, 4, 4]), (True, [1, 2, 2, 2, 3, 4, 5, 5])],
 )
 def test_other_sizes_compile_a_dynamic_graph_once(ranks, sequence_parallel, graphs):
-    """A batch of 1, and a length that sequence parallelism cannot split, take one more each."""
+    """A batch of 1 and a length that sequence parallelism cannot split take one more each.
+
+    So does the first call after another capture was made.
+    """
     assert ranks(check_sizes, 2, sequence_parallel) == [graphs] * 2
 
 
@@ -72,6 +79,7 @@ def check_calls():
     compiled.check(ids, attention_mask=None, use_cache=False)
     compiled.check(ids, attention_mask=mask)
     wanted = plain(ids, mask, labels=ids).loss
+    compiled.model(ids, mask, labels=ids)
     assert_close(call(ids, mask, labels=ids).loss, wanted, 1e-5)
     assert_close(call(labels=ids, attention_mask=mask, input_ids=ids).loss, wanted, 1e-5)
     for each in (plain, compiled.model):
@@ -81,11 +89,12 @@ def check_calls():
         each.model.requires_grad_(False)
     compiled.check(ids)
     with torch.no_grad():
+        compiled.model(ids)
         assert_close(call(ids).logits, plain(ids).logits)
 
 
 def test_other_calls(ranks):
-    """A trace finds, or makes, the capture that the call needs."""
+    """A trace finds the capture that the call needs."""
     ranks(check_calls, 2)
 
 

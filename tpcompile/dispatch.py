@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from operator import index
 from typing import Any
 
 import torch
@@ -80,8 +79,8 @@ class Dispatcher:
         for variant in route.variants:
             if variant.fits(*ordered):
                 return variant, ordered
-        sizes = tuple([tuple([index(n) for n in tensor.shape]) for tensor in tensors])
-        return route.variants[_capture_beside(self, key, sizes)], ordered
+        _refuse_new(type(self.model).__name__)
+        raise AssertionError
 
     def number(self, key: tuple[Any, ...]) -> int:
         """The place in `routes` of calls of this key, in the model's present state."""
@@ -148,9 +147,9 @@ def _number(dispatcher: Dispatcher, key: tuple[Any, ...]) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _capture_beside(dispatcher: Dispatcher, key: tuple[Any, ...], sizes: Any) -> int:
-    """Make a variant while torch.compile traces the call; its place among the route's."""
-    tensors = examples(key[2], dispatcher.device, sizes)
-    variants = dispatcher.routes[dispatcher.number(key)].variants
-    variants.append(dispatcher.capture(*_arguments(key, tensors)))
-    return len(variants) - 1
+def _refuse_new(model: str) -> None:
+    raise InputError(
+        f"torch.compile of a sharded {model} called with inputs of a new kind",
+        "no capture fits their sizes, and a trace cannot make one",
+        "call the model itself once with such inputs, then the compiled one",
+    )
