@@ -9,9 +9,16 @@ from torch import Tensor, nn
 
 from tpcompile import pipeline
 from tpcompile.clone import clone
+from tpcompile.hardware import Hardware, Link
 from tpcompile.planning import arguments_of, captured
 from tpcompile.problem import Assignment
+from tpcompile.profiles import DEFAULT
 from tpcompile.program import Program
+
+EAGER = Hardware(
+    "eager", {torch.float32: 1e9}, memory_bandwidth=1e9, memory=1e9, inside=Link(1e12, 0.0)
+)
+"""A slow device with fast links: even the smallest weight is worth sharding."""
 
 
 class Small(nn.Module):
@@ -23,9 +30,9 @@ class Small(nn.Module):
         for name, child in children.items():
             setattr(self, name, child)
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Whatever the function gives."""
-        return self.function(self, *args)
+        return self.function(self, x)
 
 
 def small(function: Callable[..., Tensor], **children: nn.Module) -> Example:
@@ -38,8 +45,6 @@ def small(function: Callable[..., Tensor], **children: nn.Module) -> Example:
 def program_of(example: Example) -> Program:
     """The normalized program of an example's call."""
     args, kwargs = arguments_of(example.model, example.inputs)
-    if isinstance(example.model, Small):
-        args, kwargs = tuple(kwargs.values()), {}
     return captured(example.model, args, kwargs)
 
 
@@ -48,11 +53,16 @@ def _program_of_model(name: str) -> Program:
     return program_of(MODELS[name]())
 
 
-def planned(what: str | Example, tp: int = 2, sequence_parallel: bool | str = "auto") -> Program:
+def planned(
+    what: str | Example,
+    tp: int = 2,
+    sequence_parallel: bool | str = "auto",
+    hardware: Hardware = DEFAULT,
+) -> Program:
     """A model (or an architecture by name) with placements and collectives."""
     program = clone(_program_of_model(what)) if isinstance(what, str) else program_of(what)
     program.extra["stages"] = []
-    return pipeline.plan(program, tp, sequence_parallel=sequence_parallel)
+    return pipeline.plan(program, tp, sequence_parallel=sequence_parallel, hardware=hardware)
 
 
 def assignment(program: Program) -> Assignment:

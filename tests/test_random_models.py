@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from plans import EAGER
 from random_models import KINDS, Step, chain
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
@@ -17,7 +17,6 @@ from tpcompile.passes import certify_cost
 import tpcompile
 from tpcompile import problem
 from tpcompile.errors import TpcompileError
-from tpcompile.hardware import Hardware, Link
 from tpcompile.placement import R, State
 from tpcompile.strategies import Choices, Strategy
 
@@ -38,17 +37,12 @@ PINS = st.dictionaries(
     max_size=2,
 )
 BOUNDED = settings(
-    max_examples=10,
+    max_examples=12,
+    phases=[Phase.explicit, Phase.generate],
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-EAGER = Hardware(
-    "eager", {torch.float32: 1e9}, memory_bandwidth=1e9, memory=1e9, inside=Link(1e12, 0.0)
-)
-"""A slow device with fast links: even the smallest weight is worth sharding."""
 
 
 @contextmanager

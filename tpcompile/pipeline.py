@@ -115,7 +115,7 @@ def plan(
             split_light=sequence_parallel is not False,
         ),
         sequence_parallel=sequence_parallel,
-        pins=pins or {},
+        pins=(pins or {}) if size > 1 else {},  # one rank holds everything, pinned or not
     )
     program = run(program, PLAN, dumps=dumps)
     program.extra["collectives"] = collectives_of(program)

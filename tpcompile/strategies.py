@@ -183,6 +183,8 @@ class Choices:
 
     def _reason(self, atom: Dim) -> str:
         size, degree = self.hint(atom), self.cost.size
+        if degree == 1:
+            return "there is one rank"
         if atom in self.batch:
             return "batch is not split by tensor parallelism"
         if size < degree:
