@@ -3,6 +3,7 @@
 import builtins
 import json
 from dataclasses import replace
+from functools import partial
 
 import models
 import pytest
@@ -186,7 +187,7 @@ def test_errors():
         tpcompile.advise(nn.Linear(2, 2), (torch.empty(1, 2),), degrees=())
 
 
-def _llama(width: int, ffn: int, layers: int, heads: int) -> nn.Module:
+def _llama(width: int, ffn: int, *, layers: int, heads: int) -> nn.Module:
     import transformers
 
     config = transformers.LlamaConfig(
@@ -198,11 +199,11 @@ def _llama(width: int, ffn: int, layers: int, heads: int) -> nn.Module:
         return transformers.LlamaForCausalLM(config).bfloat16()
 
 
-def _gpt3() -> nn.Module:
+def _gpt3(layers: int) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
-        n_embd=12288, n_layer=96, n_head=96, vocab_size=51200, n_positions=2048, use_cache=False,
+        n_embd=12288, n_layer=layers, n_head=96, vocab_size=51200, n_positions=2048, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     with torch.device("meta"):
@@ -222,7 +223,7 @@ def test_llama_3_8b():
 
     18 bytes a parameter in all: 144 GB want at least two devices of 80 GB, and no pipeline.
     """
-    advice = _advice(_llama(4096, 14336, 2, 32), 4096, "a100-nvlink", (1, 2, 4, 8, 16))
+    advice = _advice(_llama(4096, 14336, layers=2, heads=32), 4096, "a100-nvlink", (1, 2, 4, 8, 16))
     one = advice.degrees[0]
     parameters = 2 * 128256 * 4096 + 2 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096)
     assert one.state == pytest.approx(18 * (parameters + 4096), rel=1e-4)
@@ -240,27 +241,79 @@ def test_llama_3_8b():
     assert any("cross the node of 8" in w for w in advice.warnings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "seq", "hardware", "gpus", "batch", "stages"),
-    [
-        (lambda: _llama(4096, 14336, 32, 32), 8192, "h100-nvlink", 512, 1024, (1, 1)),
-        (lambda: _llama(8192, 28672, 80, 64), 8192, "a100-nvlink", 256, 1024, (2, 8)),
-        (_gpt3, 2048, "a100-nvlink", 1024, 1536, (8, 16)),
-        (lambda: _llama(16384, 53248, 126, 128), 8192, "h100-nvlink", 8192, 2048, (16, 16)),
-    ],
-    ids=["8b", "70b", "175b", "405b"],
-)
-def test_published_layouts(model, seq, hardware, gpus, batch, stages):
+def _scaled(degree: Degree, times: float) -> Degree:
+    """The same degree of a model with so many times the blocks."""
+    more, spent = times - 1, degree.times
+    state = degree.state + more * degree.block_state
+    return replace(
+        degree,
+        state=state,
+        gradients=degree.gradients * state / degree.state,
+        block_state=times * degree.block_state,
+        activations=degree.activations + more * degree.block_activations,
+        block_activations=times * degree.block_activations,
+        block_inputs=times * degree.block_inputs,
+        times=Times(
+            spent.compute + more * spent.block_compute,
+            spent.communication + more * spent.block_communication,
+            times * spent.block_compute,
+            times * spent.block_communication,
+            {},
+        ),
+        optimizer_seconds=degree.optimizer_seconds * state / degree.state,
+    )
+
+
+PUBLISHED = [
+    pytest.param(
+        partial(_llama, 4096, 14336, heads=32), 32, 8192, "h100-nvlink", 512, 1024,
+        (2, 2), (4, 1), id="8b",
+    ),
+    pytest.param(
+        partial(_llama, 8192, 28672, heads=64), 80, 8192, "a100-nvlink", 256, 1024,
+        (8, 4), (8, 16), id="70b",
+    ),
+    pytest.param(_gpt3, 96, 2048, "a100-nvlink", 1024, 1536, (8, 6), (8, 16), id="175b"),
+    pytest.param(
+        partial(_llama, 16384, 53248, heads=128), 126, 8192, "h100-nvlink", 8192, 2048,
+        (8, 16), (8, 16), id="405b",
+    ),
+]  # fmt: skip
+"""(model of layers, layers, sequence, machine, devices, batch, smallest, best (TP, PP))."""
+CASE = "model, layers, seq, hardware, gpus, batch, smallest, best"
+
+
+@pytest.mark.parametrize(CASE, PUBLISHED)
+def test_published_layouts(model, layers, seq, hardware, gpus, batch, smallest, best):
     """What Megatron-LM and the Llama 3 report use: TP 8 inside the node, stages beyond it.
 
     175B: TP 8 x PP 8 to 12 (Narayanan et al. 2021; Korthikanti et al. 2022); 405B: TP 8 x PP 16
-    (Llama 3, table 4); 8B and 70B need less.
+    (Llama 3, table 4); 8B and 70B need less. Two blocks stand for all.
     """
-    advice = _advice(model(), seq, hardware, (1, 2, 4, 8, 16, 32), gpus=gpus, global_batch=batch)
-    layout = advice.layout
-    assert layout is not None
-    assert layout.tp in ((2, 4) if stages == (1, 1) else (8,))
-    assert stages[0] <= layout.pp <= stages[1]
-    if layout.pp > 1:
-        assert any("stays inside the node" in reason for reason in advice.reasons)
+    advice = _advice(model(layers=2), seq, hardware, (1, 2, 4, 8, 16))
+    degrees = [_scaled(degree, layers / 2) for degree in advice.degrees]
+    job = replace(advice.job, blocks=layers, global_batch=batch)
+    least, found = smallest_layout(degrees, job, None), best_layout(degrees, job, gpus)
+    assert least is not None
+    assert found is not None
+    assert (least.tp, least.pp) == smallest
+    assert (found.tp, found.pp) == best
+    whole = replace(
+        advice, degrees=tuple(degrees), job=job, gpus=gpus, smallest=least, layout=found
+    )
+    assert whole.recommended == best[0]
+    said = any("stays inside the node" in reason for reason in whole.reasons)
+    assert said == (found.pp > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(CASE, PUBLISHED)
+def test_whole_models(model, layers, seq, hardware, gpus, batch, smallest, best):
+    """All blocks, planned one by one, get the same layouts."""
+    advice = _advice(
+        model(layers=layers), seq, hardware, (1, 2, 4, 8, 16), gpus=gpus, global_batch=batch
+    )
+    assert advice.smallest is not None
+    assert advice.layout is not None
+    assert (advice.smallest.tp, advice.smallest.pp) == smallest
+    assert (advice.layout.tp, advice.layout.pp) == best

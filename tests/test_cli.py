@@ -13,6 +13,7 @@ import torch
 import tpcompile
 from tpcompile.cli import main
 from tpcompile.progress import progress
+from tpcompile.verification import Difference
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,8 +115,10 @@ def test_verify(folder: Path) -> None:
 def test_advise(folder: Path) -> None:
     """Degrees side by side, and one recommended."""
     out, _ = start("advise", "llama", "--degrees", "1,2,4", "--gpus", "8")
-    assert "a100" not in out
-    assert [line.split()[0] for line in out.splitlines() if line[:4].strip() in ("1", "2", "4")]
+    rows = [line.split()[0] for line in out.splitlines() if line.startswith("   ")]
+    assert rows == ["1", "2", "4"]
+    assert "best of 8: TP 1 " in out
+    assert "recommended: tensor parallel degree 1" in out
 
 
 def test_dump(folder: Path) -> None:
@@ -128,7 +131,8 @@ def test_dump(folder: Path) -> None:
 
 def test_calibrate(folder: Path) -> None:
     """The profile that is written can be planned for."""
-    start("calibrate", "--ranks", "1", "--name", "here", "-o", "here.json")
+    out, _ = start("calibrate", "--ranks", "1", "--name", "here", "-o", "here.json")
+    assert out.startswith("here, measured on 1 rank\nmatmuls, TFLOP/s")
     assert tpcompile.explain(
         torch.nn.Linear(4, 4), torch.zeros(2, 4), tp=1, hardware=folder / "here.json"
     ).hardware.name == "here"  # fmt: skip
@@ -220,6 +224,13 @@ def test_stages_and_differences(folder: Path, capsys: pytest.CaptureFixture) -> 
             "num_attention_heads, num_hidden_layers, num_key_value_heads, vocab_size\n",
         ),
         (
+            ("explain", "llama", "--tp", "2", "--set", "hidden_size=30"),
+            "error: the model 'llama'\n"
+            "  transformers makes no model of config.json: The hidden size (30) is not a multiple "
+            "of the number of attention heads (4).\n"
+            "  fix: pass a config as save_pretrained writes it, of values that go together\n",
+        ),
+        (
             ("explain", "llama", "--tp", "2", "--dtype", "int8"),
             "error: --dtype int8\n"
             "  it is no floating-point dtype\n"
@@ -289,7 +300,7 @@ def test_verify_fails_when_wrong(
     folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A report that is not ok gives exit code 1."""
-    wrong = tpcompile.verification.Difference("output", "0", 1.0, ok=False)
+    wrong = Difference("output", "0", 1.0, ok=False)
     report = tpcompile.Report(2, (wrong,), 1e-4, plan=None)  # type: ignore[arg-type]
     monkeypatch.setattr(tpcompile, "verify", lambda *_, **__: report)
     out, _ = said(capsys, "verify", "factories:make", "--tp", "2", code=1)

@@ -43,3 +43,12 @@ def test_choose_a_degree() -> None:
     text = run("04_choose_a_degree.py")
     assert "recommended: tensor parallel degree 1" in text
     assert "warning: degrees 16 cross the node of 8 devices" in text
+
+
+def test_inspect() -> None:
+    """Totals, the reason of one weight and the four collectives of a block, without weights."""
+    text = run("03_inspect.py")
+    assert text.startswith("8 ranks of h100-nvlink, 8,030,261,248 parameters in 32 blocks\n")
+    assert "\nmodel.layers.0.self_attn.o_proj.weight: S(layers.0.kv_heads)\n" in text
+    assert len(re.findall(r"^  %(?:all_gather|reduce_scatter)_\d+ : bf16", text, re.MULTILINE)) == 4
+    assert text.splitlines()[-1].startswith("OK: ")

@@ -160,11 +160,24 @@ def _lint(given: Namespace) -> int:
 
 
 def _calibrate(given: Namespace) -> int:
+    from tabulate import tabulate
+
     import tpcompile
 
     with progress(f"measuring this machine with {given.ranks} processes"):
         profile = tpcompile.calibrate(ranks=given.ranks, path=given.output, name=given.name)
-    print(profile)
+    rates = ", ".join(f"{str(k)[6:]} {v / 1e12:.3g}" for k, v in profile.flops.items())
+    rows = [
+        ("matmuls, TFLOP/s", rates),
+        ("of it, by smallest dim", ", ".join(f"{n}: {part:.0%}" for n, part in profile.efficiency)),
+        ("memory", f"{profile.memory / 1e9:.0f} GB at {profile.memory_bandwidth / 1e9:.3g} GB/s"),
+        ("an op at least", f"{profile.launch * 1e6:.1f} us"),
+    ]
+    if given.ranks > 1:
+        link = profile.inside
+        rows.append(("link", f"{link.bandwidth / 1e9:.3g} GB/s"))
+        rows.append(("a collective at least", f"{(link.startup + link.latency) * 1e6:.0f} us"))
+    print(f"{profile.name}, {profile.source}\n{tabulate(rows, tablefmt='plain')}")
     return 0
 
 

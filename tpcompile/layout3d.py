@@ -64,12 +64,14 @@ class Layout:
 
 
 def smallest_layout(degrees: Sequence[Degree], job: Job, gpus: int | None) -> Layout | None:
-    """The fewest devices that hold one copy of the model; the fastest of those layouts.
+    """The fewest devices that hold one copy of the model, TP inside the node if that fits.
 
     How many micro-batches its pipeline will run depends on the replicas beside it: it is not asked.
     """
     alone = replace(job, global_batch=None)
     found = [each for each in _layouts(degrees, alone) if gpus is None or each.gpus <= gpus]
+    inside = [each for each in found if not job.hardware.crosses(each.tp)]
+    found = inside or found
     fewest = min((each.gpus for each in found), default=0)
     return _choose([each for each in found if each.gpus == fewest])
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpcompile.errors import InputError
+from tpcompile.errors import InputError, TpcompileError
 from tpcompile.hf import example_inputs_for, positions_of
 
 TOKENS = 2048
@@ -70,11 +70,13 @@ def _from_config(path: Path, wanted: Wanted) -> tuple[nn.Module, Any]:
         changed = fields | _changes(wanted.changes, fields, path)
         config = transformers.AutoConfig.for_model(**changed)
         model = _built(_kind_for(config, wanted), config, _dtype(wanted.dtype, config), wanted)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except TpcompileError:
+        raise
+    except Exception as error:  # configs and models raise what they like on odd values
         raise InputError(
             f"the model {wanted.source!r}",
             f"transformers makes no model of {path.name}: {_first_line(error)}",
-            "it needs model_type and architectures, as save_pretrained writes them",
+            "pass a config as save_pretrained writes it, of values that go together",
         ) from error
     return model, example_inputs_for(model, wanted.batch, _tokens(model, wanted))
 
@@ -185,5 +187,6 @@ def _dtype(name: str, config: Any) -> torch.dtype:
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _first_line(error: BaseException) -> str:
+    said = error.__cause__ or error
+    return (str(said).strip().splitlines() or [type(said).__name__])[0]

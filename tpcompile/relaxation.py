@@ -5,6 +5,7 @@ Layers that share their weights tie every layer to every other, and no eliminati
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -44,20 +45,35 @@ def _decide_first(
 ) -> Solution:
     """Fix the tying variables as a problem in which every table has its own copy would have them.
 
-    Then each is freed in turn, the others fixed, and takes what is cheapest.
+    Or all at their first value, if that is cheaper. Then each is freed in turn, the others fixed,
+    and takes what is cheapest, as long as that helps.
     """
-    fixed = _votes(domains, factors, tying)
-    best = solve(domains, [*factors, *fixed.values()])
-    for v in tying:
-        others = [pin for u, pin in fixed.items() if u != v]
-        try:
-            found = solve(domains, [*factors, *others])
-        except TooLarge:
-            continue
-        if found.cost < best.cost:
-            best = found
-            fixed[v] = _fix(domains, v, found.choice[v])
-    return replace(best, exact=False)
+    first = {v: _fix(domains, v, 0) for v in tying}
+    found: list[tuple[Solution, dict[int, Factor]]] = []
+    for pins in (_votes(domains, factors, tying), first):
+        with suppress(Infeasible):
+            found.append((solve(domains, [*factors, *pins.values()]), pins))
+    if not found:
+        raise Infeasible(tying[0])
+    best, fixed = min(found, key=lambda start: start[0].cost)
+    return replace(_improved(domains, factors, best, fixed), exact=False)
+
+
+def _improved(
+    domains: Sequence[int], factors: Sequence[Factor], best: Solution, fixed: dict[int, Factor]
+) -> Solution:
+    """The best that freeing one variable at a time leads to."""
+    before = float("inf")
+    while best.cost < before:
+        before = best.cost
+        for v in list(fixed):
+            others = [pin for u, pin in fixed.items() if u != v]
+            with suppress(TooLarge):
+                freed = solve(domains, [*factors, *others])
+                if freed.cost < best.cost:
+                    best = freed
+                    fixed[v] = _fix(domains, v, freed.choice[v])
+    return best
 
 
 def _votes(
