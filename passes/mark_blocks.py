@@ -1,5 +1,6 @@
 """Say which repeated block of the model every node belongs to."""
 
+import torch
 from torch import fx
 
 from tpcompile.placement import P
@@ -13,12 +14,15 @@ def mark_blocks(program: Program) -> Program:
     After:   %y = linear(%h, %w)   # layers.0.mlp.down   block layers.0
 
     `program.extra["block_paths"]` are the candidates.  A block that is called twice, or whose
-    nodes cannot be run in one go, is dissolved into its surroundings.
+    nodes cannot be run in one go, is dissolved into its surroundings.  The sizes of inputs are of
+    no block: the first to ask for them would differ from the others.
     """
     paths: set[str] = program.extra.get("block_paths", set())
     repeated: set[str] = set()
     for node in program.calls():
         node.meta["block"] = ""
+        if _is_outer_size(node):
+            continue
         modules, calls = node.meta.get("modules", ()), node.meta.get("calls", ())
         for path, call in zip(modules, calls, strict=True):
             if path in paths:
@@ -34,6 +38,12 @@ def mark_blocks(program: Program) -> Program:
                 node.meta["block"] = ""
         dissolved = _interrupted(program)
     return program
+
+
+def _is_outer_size(node: fx.Node) -> bool:
+    """Whether a node is a number that depends on nothing inside a block."""
+    number = isinstance(node.meta["val"], int | torch.SymInt)
+    return number and not any(source.meta.get("block") for source in node.all_input_nodes)
 
 
 def _claim_conversions(program: Program) -> None:

@@ -20,6 +20,9 @@ EAGER = Hardware(
 )
 """A slow device with fast links: even the smallest weight is worth sharding."""
 
+TINY = Hardware("tiny", {torch.float32: 1e9}, 1e9, 1e9, inside=Link(1e8, 0.0))
+"""A device and links so slow that the smallest weights are worth sharding as large ones are."""
+
 
 class Small(nn.Module):
     """A module from a function of itself and a tensor, and the modules that it reads."""

@@ -77,7 +77,7 @@ class Value:
     trained: bool
     """Whether a gradient flows back through it."""
     is_weight: bool
-    """A weight matrix, or computed from parameters alone: never gathered at run time."""
+    """A parameter, or computed from parameters alone: never gathered at run time."""
     is_parameter: bool = False
 
 
@@ -93,7 +93,7 @@ def conversion_ticks(value: Value, have: State, need: State, cost: CostModel) ->
         return INFINITE
     if not steps:
         return 0.0
-    if value.is_weight and not (have in (R, STAR) and (need == STAR or isinstance(need, Dim))):
+    if value.is_weight and any(step.forward not in ("", "all_reduce") for step in steps):
         return INFINITE
     return sum(step_ticks(value, step, cost) for step in steps)
 

@@ -41,7 +41,7 @@ def describe(key: ValueKey, facts: Facts, program: Program) -> Value:
     return Value(
         nbytes=bytes_of(val),
         trained=node in facts.trained and floating,
-        is_weight=node in facts.only_parameters and val.ndim >= 2,
+        is_weight=node in facts.only_parameters,
         is_parameter=leaf is not None and leaf.kind == "parameter",
     )
 

@@ -94,11 +94,24 @@ def verify(
         hardware=hardware_for(hardware, "cuda"),
     )
     check_rules(program, strict=strict)
+    return compare(program, model, args, kwargs, tp=tp, seed=seed)
+
+
+def compare(
+    program: Program,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    tp: int,
+    seed: int = 0,
+) -> Report:
+    """Run the planned program of a call on `tp` ranks here, and compare with the model itself."""
     tensors, structure, names = bind_inputs(model, args, kwargs)
     want = _on_one_device(model, tensors, structure, program, seed)
     torch.manual_seed(seed)
     runs = run_ranks(tp, lambda axis: _on_rank(clone(program), axis, model, tensors))
-    found = _compare(want, runs, names)
+    found = _differences(want, runs, names)
     layouts = runs[0].layouts
     return Report(tp, tuple(found), _tolerance(program), plan_of(runs[0].program, layouts))
 
@@ -201,7 +214,7 @@ def _scalar(outputs: list[Tensor]) -> Tensor:
     return total
 
 
-def _compare(want: _Run, runs: list[_Run], names: list[str]) -> list[Difference]:
+def _differences(want: _Run, runs: list[_Run], names: list[str]) -> list[Difference]:
     tolerance = _tolerance(want.program)
     found: list[Difference] = []
     scale = max(
