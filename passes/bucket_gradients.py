@@ -16,11 +16,9 @@ def bucket_gradients(program: Program) -> Program:
     After:   %m = copy_many(axis, %norm1.weight, %norm2.weight)   %a = %m[0]   %b = %m[1]
     """
     buckets: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in program.calls():
-        source = node.args[0] if node.args else None
-        if node.target is collectives.copy and isinstance(source, fx.Node):
-            if source.op == "placeholder" and program.leaves[source.name].kind == "parameter":
-                buckets[node.meta.get("block", "")].append(node)
+    for node in program.calls(collectives.copy):
+        if program.is_parameter(node.args[0]):
+            buckets[node.meta.get("block", "")].append(node)
     for copies in buckets.values():
         if len(copies) > 1:
             _join(program, copies)

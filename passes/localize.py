@@ -37,7 +37,7 @@ def localize(program: Program) -> Program:
     program.extra["layouts"] = {
         program.leaves[node.name].name: layout_for(node, state, context.sizes, context.axis[1])
         for node, state in plan.parameters.items()
-        if program.leaves[node.name].kind == "parameter"
+        if program.is_parameter(node)
     }
     program.extra["dynamic"] = context.dynamic
     return program

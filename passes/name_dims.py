@@ -39,7 +39,7 @@ def name_dims(program: Program) -> Program:
         if node.op == "placeholder":
             dims = naming.fresh_dims(node.meta["val"])
             node.meta["dims"] = [dims]
-            if program.leaves[node.name].kind == "parameter":
+            if program.is_parameter(node):
                 keep_apart([dim for dim in dims if dim is not None])
         elif node.op == "call_function":
             naming.visit(node)

@@ -48,7 +48,7 @@ def _split(program: Program, path: str, nodes: list[fx.Node]) -> BlockGraph:
     for node in nodes:
         for source in node.all_input_nodes:
             if source not in inside:
-                target = parameters if _is_parameter(program, source) else inputs
+                target = parameters if program.is_parameter(source) else inputs
                 target[source] = None
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]
     graph, mapping = fx.Graph(), {}
@@ -69,10 +69,6 @@ def _split(program: Program, path: str, nodes: list[fx.Node]) -> BlockGraph:
     graph.output(results[0] if len(results) == 1 else results)
     _replace(program, path, nodes, list(inputs), outputs)
     return BlockGraph(graph, tuple(p.name for p in parameters), len(inputs))
-
-
-def _is_parameter(program: Program, node: fx.Node) -> bool:
-    return node.op == "placeholder" and program.leaves[node.name].kind == "parameter"
 
 
 def _relative(program: Program, node: fx.Node, path: str) -> str:

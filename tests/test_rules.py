@@ -11,7 +11,8 @@ from torch import ops, rand, randint, randn, tensor
 
 import tpcompile.ops
 from tpcompile import rule as rules
-from tpcompile.check_rule import RuleError, check_rule
+from tpcompile.check_rule import check_rule
+from tpcompile.errors import InputError, RuleError
 from tpcompile.ops import REPLICATED
 from tpcompile.rule import RULES, SAMPLES, Rule, rule_for
 
@@ -237,6 +238,21 @@ def test_wrong_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules.RULES, aten.alias.default, lambda x: wrong)
     with pytest.raises(RuleError, match="gradient of operand 0"):
         check_rule(aten.alias.default, (randn(4),))
+
+
+@pytest.mark.parametrize(
+    ("op", "found", "fix"),
+    [
+        (aten.lstm.input, "no rule is registered for it", "register_rule(op, samples=[...])"),
+        (aten.t.default, "it has no samples", "register_rule(op, samples=[...])"),
+    ],
+)
+def test_nothing_to_check(op: Any, found: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No samples and no arguments."""
+    monkeypatch.setitem(rules.SAMPLES, op, [])
+    with pytest.raises(InputError) as caught:
+        check_rule(op)
+    assert str(caught.value) == f"check_rule({op})\n  {found}\n  fix: {fix}, or pass args="
 
 
 def test_error_names_op_and_factor(monkeypatch: pytest.MonkeyPatch) -> None:

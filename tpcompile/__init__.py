@@ -3,6 +3,7 @@
 from tpcompile.advice import Advice
 from tpcompile.advise import advise
 from tpcompile.calibrate import calibrate
+from tpcompile.check_rule import check_rule
 from tpcompile.errors import (
     CaptureError,
     CheckpointError,
@@ -10,6 +11,7 @@ from tpcompile.errors import (
     InputError,
     MeshError,
     RankMismatchError,
+    RuleError,
     ShardingError,
     TpcompileError,
     UnsupportedOpError,
@@ -17,6 +19,9 @@ from tpcompile.errors import (
 from tpcompile.explain import Explanation, explain
 from tpcompile.hardware import Hardware, Link
 from tpcompile.plan import Plan
+from tpcompile.program import Program
+from tpcompile.rule import Rule
+from tpcompile.rule import rule as register_rule
 from tpcompile.safetensors_files import load_safetensors
 from tpcompile.sharded_module import blocks, graph_module
 from tpcompile.sharding import shard
@@ -35,8 +40,11 @@ __all__ = [
     "Link",
     "MeshError",
     "Plan",
+    "Program",
     "RankMismatchError",
     "Report",
+    "Rule",
+    "RuleError",
     "ShardingError",
     "Stages",
     "TpcompileError",
@@ -44,12 +52,14 @@ __all__ = [
     "advise",
     "blocks",
     "calibrate",
+    "check_rule",
     "dump",
     "explain",
     "full_state_dict",
     "graph_module",
     "load_safetensors",
     "load_state_dict",
+    "register_rule",
     "shard",
     "stages",
     "verify",

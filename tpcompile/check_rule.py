@@ -8,36 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpcompile.errors import TpcompileError
+from tpcompile.errors import InputError, RuleError
 from tpcompile.layout import join, take
 from tpcompile.local_group import LocalGroup
 from tpcompile.ops.equations import aten, tensors_of
 from tpcompile.rank_split import RankSplit, split_together
-from tpcompile.rule import Rule, Spec, rule_for, spec_text
+from tpcompile.rule import SAMPLES, Rule, Spec, rule_for, rule_function, spec_text
 
 UNDEFINED = frozenset(aten("empty.memory_format empty_like new_empty"))
 """Ops whose values mean nothing; only shapes are compared."""
 
 
-class RuleError(TpcompileError):
-    """A rule says of its op what execution shows to be wrong."""
-
-
 def check_rule(
     op: Any,
-    args: Sequence[Any],
+    args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> int:
-    """Prove the rule of one call; the number of (factors, degree) splits that were run.
+    """Prove the rule of an op by execution; the number of (factors, degree) splits that were run.
+
+    Of one call with `args` and `kwargs`, or of every sample that the rule was registered with.
 
     Every factor that may be split is split 2 and 3 ways; outputs and gradients of the pieces,
     rejoined as the rule says, must be those of the op on the whole, in `dtype`. The op must be
     linear in each group of operands that the rule lists.
 
     Raises:
-        RuleError: they are not; the message names op and factor.
+        RuleError: They are not; the message names op and factor.
+        InputError: There is nothing to try: no `args`, and no samples.
     """
+    if args is None:
+        return sum(check_rule(op, *sample, dtype=dtype) for sample in _samples(op))
     call = _Call(op, list(args), dict(kwargs or {}))
     rule = rule_for(op, call.args, call.kwargs)
     if rule is None:
@@ -62,6 +63,20 @@ def check_rule(
     for group in rule.linear:
         _check_linear(call, rule, group)
     return len(tried)
+
+
+def _samples(op: Any) -> list[tuple[list[Any], dict[str, Any]]]:
+    """(args, kwargs) of every sample of an op."""
+    makers = SAMPLES.get(op) or SAMPLES.get(str(op))
+    if not makers:
+        raise InputError(
+            f"check_rule({op})",
+            "it has no samples" if rule_function(op) else "no rule is registered for it",
+            "register_rule(op, samples=[...]), or pass args=",
+        )
+    torch.manual_seed(0)
+    drawn = [list(make()) for make in makers]
+    return [(a, a.pop() if a and isinstance(a[-1], dict) else {}) for a in drawn]
 
 
 @dataclass(frozen=True)

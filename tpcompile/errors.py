@@ -43,3 +43,7 @@ class CheckpointError(TpcompileError):
 
 class HardwareError(TpcompileError):
     """`hardware=` names no machine that is known."""
+
+
+class RuleError(TpcompileError):
+    """A rule says of its op what execution shows to be wrong."""

@@ -78,7 +78,7 @@ class Explanation:
                 node, state, self.program.extra["sizes"], self.size
             )
             for node, state in self._plan.parameters.items()
-            if self.program.leaves[node.name].kind == "parameter"
+            if self.program.is_parameter(node)
         }
         return plan_of(self.program, layouts)
 

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from tpcompile import recording
 from tpcompile.cost import CostModel
 from tpcompile.dump import dump
+from tpcompile.errors import InputError
 from tpcompile.hardware import Hardware
 from tpcompile.labels import mark_states
 from tpcompile.passes.assign_placements import assign_placements
@@ -44,6 +45,9 @@ PLAN: list[Pass] = [
 LOCALIZE: list[Pass] = [localize, bucket_gradients]
 EMIT: list[Pass] = [split_blocks]
 
+OwnPasses = Mapping[str, Pass | Sequence[Pass]]
+"""Name of a pass -> passes of a user that run after it."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -65,15 +69,47 @@ def run(program: Program, passes: list[Pass], *, dumps: bool = False) -> Program
     with _no_collection():
         if dumps and not stages:
             _record(program, Stage("capture", 0.0, sum(1 for _ in program.calls()), dump(program)))
-        for step in passes:
+        for step in _with_own(program, passes):
             begin = time.process_time()
             program = step(program)
             seconds = time.process_time() - begin
             program.graph.lint()
             nodes = sum(1 for _ in program.calls())
             text = dump(program) if dumps else ""
-            _record(program, Stage(step.__name__, seconds, nodes, text))
+            name = getattr(step, "__name__", type(step).__name__)
+            _record(program, Stage(name, seconds, nodes, text))
     return program
+
+
+def own_passes(passes: OwnPasses | None) -> dict[str, tuple[Pass, ...]]:
+    """What `passes=` asks for, checked: name of one of our passes -> the user's after it.
+
+    Raises:
+        InputError: No pass has that name, or something is no function.
+    """
+    ours = [step.__name__ for step in (*NORMALIZE, *PLAN, *LOCALIZE, *EMIT)]
+    found = {}
+    for name, given in (passes or {}).items():
+        if name not in ours:
+            raise InputError(
+                f"passes= after {name!r}",
+                "no pass has that name",
+                f"the passes are {', '.join(ours)}",
+            )
+        found[name] = tuple(given) if isinstance(given, Sequence) else (given,)
+        for each in found[name]:
+            if not callable(each):
+                raise InputError(
+                    f"passes= after {name!r}",
+                    f"{each!r} is not a function",
+                    "pass functions that take a Program and return it",
+                )
+    return found
+
+
+def _with_own(program: Program, passes: list[Pass]) -> list[Pass]:
+    own: dict[str, tuple[Pass, ...]] = program.extra.get("own_passes", {})
+    return [each for step in passes for each in (step, *own.get(step.__name__, ()))]
 
 
 def _record(program: Program, stage: Stage) -> None:

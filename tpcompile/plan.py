@@ -230,7 +230,7 @@ def styles_of(program: Program) -> dict[str, str]:
     return {
         program.leaves[node.name].name: style_of(node, state)
         for node, state in states.items()
-        if program.leaves[node.name].kind == "parameter"
+        if program.is_parameter(node)
     }
 
 

@@ -12,6 +12,7 @@ from tpcompile.capture import capture
 from tpcompile.errors import InputError, UnsupportedOpError
 from tpcompile.hf import example_inputs_for
 from tpcompile.ops.replicated import REPLICATED
+from tpcompile.pipeline import OwnPasses
 from tpcompile.program import Program, is_dynamic, values
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor | None
@@ -41,15 +42,22 @@ def arguments_of(
 
 
 def captured(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dumps: bool = False
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    passes: OwnPasses | None = None,
+    dumps: bool = False,
 ) -> Program:
-    """The normalized program of one call."""
+    """The normalized program of one call; `passes` are a user's, for the whole pipeline."""
+    own = pipeline.own_passes(passes)
     begin = process_time()
     program = capture(model, args, kwargs)
     if program.symbols and not _has_plain_sizes(program):
         program = capture(model, args, kwargs, dynamic=False)
         program.notes.append("input sizes are fixed: the model computes sizes by division")
     program.extra["model"] = type(model).__name__
+    program.extra["own_passes"] = own
     program.extra["capture_seconds"] = process_time() - begin
     program.extra["block_paths"] = block_paths(model)
     program.extra.update(_plain_names(model, args, kwargs))

@@ -62,9 +62,15 @@ class Program:
             if kind is None or (leaf is not None and leaf.kind == kind):
                 yield node
 
-    def calls(self) -> Iterator[fx.Node]:
-        """All call_function nodes in order."""
-        return (node for node in self.graph.nodes if node.op == "call_function")
+    def calls(self, *targets: Any) -> Iterator[fx.Node]:
+        """All call_function nodes in order, or those that call one of the targets."""
+        nodes = (node for node in self.graph.nodes if node.op == "call_function")
+        return (node for node in nodes if node.target in targets or not targets)
+
+    def is_parameter(self, node: Any) -> bool:
+        """Whether a node (or another argument) is a parameter."""
+        leaf = self.leaves.get(node.name) if isinstance(node, fx.Node) else None
+        return leaf is not None and leaf.kind == "parameter"
 
     def output(self) -> fx.Node:
         """The output node."""

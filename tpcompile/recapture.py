@@ -15,6 +15,7 @@ from tpcompile.emit import emit
 from tpcompile.errors import TpcompileError
 from tpcompile.hardware import Hardware
 from tpcompile.pins import pins_from_layouts
+from tpcompile.pipeline import OwnPasses
 from tpcompile.planning import captured, check_rules
 from tpcompile.program import Program
 from tpcompile.runtime import Variant
@@ -49,11 +50,13 @@ class Recapture:
         group: dist.ProcessGroup,
         sequence_parallel: bool | str,
         hardware: Hardware,
+        passes: OwnPasses | None = None,
     ) -> None:
         """`twin` and `model` have the same modules now; users may wrap the model's later."""
         self.name, self.twin, self.layouts, self.group = type(model).__name__, twin, layouts, group
         self.axis = (group.group_name, group.size(), group.rank())
         self.sequence_parallel, self.hardware = sequence_parallel, hardware
+        self.passes = passes
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.pairs = [] if twin is None else list(zip(twin.modules(), model.modules(), strict=True))
 
@@ -100,7 +103,7 @@ class Recapture:
             )
         for mine, theirs in self.pairs:
             _follow(mine, theirs)
-        program = captured(self.twin, args, kwargs)
+        program = captured(self.twin, args, kwargs, passes=self.passes)
         pins = pins_from_layouts(self.layouts)
         pipeline.plan(
             program,

@@ -170,7 +170,8 @@ def rule(*ops: Any, samples: Sequence[Callable[[], Sequence[Any]]] = ()) -> Call
     """Register the decorated function as the rule of each op.
 
     An op is an overload, or the name of one that a library registers later.  A sample returns the
-    op's positional arguments; a dict as last item is the keyword arguments.
+    op's positional arguments; a dict as last item is the keyword arguments; `check_rule` tries
+    them.  Public as `tpcompile.register_rule`.
     """
 
     def register(fn: F) -> F:
@@ -184,5 +185,10 @@ def rule(*ops: Any, samples: Sequence[Callable[[], Sequence[Any]]] = ()) -> Call
 
 def rule_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
     """The rule of one call, or None where the op has none (it is then replicated)."""
-    fn = RULES.get(op) or RULES.get(str(op))
+    fn = rule_function(op)
     return None if fn is None else fn(*args, **kwargs)
+
+
+def rule_function(op: Any) -> RuleFn | None:
+    """The function registered for an op, or for its name."""
+    return RULES.get(op) or RULES.get(str(op))

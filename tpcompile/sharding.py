@@ -24,13 +24,9 @@ from tpcompile.optimizer import (
 )
 from tpcompile.parameters import shard_parameters, sharded_for
 from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
+from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import plan_of
-from tpcompile.planning import (
-    Inputs,
-    arguments_of,
-    captured,
-    check_rules,
-)
+from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 from tpcompile.recapture import Recapture, twin_of
@@ -48,6 +44,7 @@ def shard(
     optimizer: torch.optim.Optimizer | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
     strict: bool = False,
+    passes: OwnPasses | None = None,
 ) -> nn.Module:
     """Make `model` tensor parallel on one axis of `mesh`, in place, and return it.
 
@@ -64,6 +61,7 @@ def shard(
         hardware: What plans are priced on: a profile's name, a `Hardware` or a file of one; None:
             by the mesh's device, and h100-nvlink for a CPU mesh, which rehearses for GPUs.
         strict: Refuse ops without a rule instead of replicating them.
+        passes: Functions from a program to a program, by the name of the pass they run after.
 
     Returns:
         The same object: same parameter names, same calls, parameters now DTensors. Its `plan` is
@@ -83,7 +81,7 @@ def shard(
     def decide() -> tuple[Program, tuple[Any, ...], dict[str, Any]]:
         args, kwargs = arguments_of(model, example_inputs)
         pins = pins_from_plan(model, plan)
-        program = captured(model, args, kwargs)
+        program = captured(model, args, kwargs, passes=passes)
         asked = sequence_parallel_for(sequence_parallel, plan)
         pipeline.plan(program, size, sequence_parallel=asked, pins=pins, hardware=machine)
         check_rules(program, strict=strict)
@@ -106,7 +104,7 @@ def shard(
         hook_optimizer(optimizer)
     layouts = sharded_for(model).layouts  # type: ignore[union-attr]
     asked = program.extra["sequence_parallel"]
-    recapture = Recapture(model, twin, layouts, group, asked, machine)
+    recapture = Recapture(model, twin, layouts, group, asked, machine, passes)
     dispatcher = Dispatcher(model, mesh.device_type, recapture)
     dispatcher.add(args, kwargs, emit(program, recapture.modules, rank))
     install(model, dispatcher)

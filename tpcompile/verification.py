@@ -16,6 +16,7 @@ from tpcompile.clone import clone
 from tpcompile.hardware import Hardware
 from tpcompile.local_group import run_ranks
 from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
+from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.profiles import hardware_for
@@ -76,16 +77,18 @@ def verify(
     hardware: Hardware | str | os.PathLike[str] | None = None,
     seed: int = 0,
     strict: bool = False,
+    passes: OwnPasses | None = None,
 ) -> Report:
     """Compare the sharded program on `tp` ranks with the model on one device.
 
     All ranks run in this process on the CPU, through the graphs they would really run and
     collectives that exchange the real tensors; no process group is needed.  Outputs, the loss
     (the output named so, else a weighted mean of the outputs) and every gradient are compared.
-    The model is not changed.  `hardware` is what the plan is priced on, as for `shard`.
+    The model is not changed.  `hardware` is what the plan is priced on, and `passes` are a user's
+    own, as for `shard`.
     """
     args, kwargs = arguments_of(model, example_inputs)
-    program = captured(model, args, kwargs)
+    program = captured(model, args, kwargs, passes=passes)
     pipeline.plan(
         program,
         tp,
