@@ -10,7 +10,7 @@ from tpcompile.cost import CostModel
 from tpcompile.placement import R, State, Step, Value, normal, steps_between
 from tpcompile.problem import Assignment
 from tpcompile.program import Program, operands
-from tpcompile.readers import delivered_path, describe, reader_trained, readers_of
+from tpcompile.readers import conversion_cost, delivered_path, describe, reader_trained, readers_of
 from tpcompile.strategies import Facts
 
 FUNCTIONS: dict[str, Callable[..., object]] = {
@@ -54,8 +54,8 @@ def insert_collectives(program: Program) -> Program:
         flags = [reader_trained(value, reader, facts) for reader, _ in readers]
         value = replace(value, trained=any(flags))
         for (reader, slot), flag in zip(readers, flags, strict=True):
-            need = _need(reader, slot, plan)
             mine = replace(value, trained=flag)
+            need = _need(reader, slot, plan, mine, have, plan.delivered.get(key))
             path = delivered_path(mine, have, plan.delivered.get(key), need, cost)
             source = operands(reader)[slot]
             converted = _convert(program, source, reader, have, path, mine, value)
@@ -72,9 +72,23 @@ def state_of(key: tuple[fx.Node, int], plan: Assignment) -> State:
     return plan.parameters.get(node, R)
 
 
-def _need(reader: fx.Node, slot: int, plan: Assignment) -> State:
+def _need(
+    reader: fx.Node,
+    slot: int,
+    plan: Assignment,
+    value: Value,
+    have: State,
+    shared: State | None,
+) -> State:
+    """What the reader's strategy asks for; of what suits the output, what costs least."""
     strategy = plan.strategies.get(reader)
-    return R if strategy is None else strategy.ins[slot]
+    if strategy is not None:
+        return strategy.ins[slot]
+    cost = plan.choices.cost
+    return min(
+        plan.problem.needs(reader, slot),
+        key=lambda need: conversion_cost(value, have, shared, need, cost),
+    )
 
 
 def _convert(

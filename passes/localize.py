@@ -8,11 +8,12 @@ import torch
 from torch import fx
 from tpcompile.passes.insert_collectives import Conversion
 
-from tpcompile.dims import Dim, segments_of
+from tpcompile.dims import Dim, contains, segments_of
 from tpcompile.layout import is_even, share, start
 from tpcompile.placement import State
 from tpcompile.problem import Assignment
 from tpcompile.program import Program, operands
+from tpcompile.readers import user_outputs
 from tpcompile.rule import DimSpec, Rule, Spec
 from tpcompile.sizes import Sizes
 from tpcompile.storage import ParamLayout
@@ -39,6 +40,7 @@ def localize(program: Program) -> Program:
         for node, state in plan.parameters.items()
         if program.is_parameter(node)
     }
+    program.extra["split_outputs"] = _split_outputs(program, context)
     program.extra["dynamic"] = context.dynamic
     return program
 
@@ -53,7 +55,6 @@ def layout_for(node: fx.Node, state: State, sizes: Sizes, degree: int) -> ParamL
 
 
 def _split_dim(dims: tuple[Any, ...], atom: Dim) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    from tpcompile.dims import contains
 
     place = next(i for i, d in enumerate(dims) if d is not None and contains(d, atom))
     return place, segments_of(dims[place], atom)
@@ -128,10 +129,14 @@ class _Context:
         node.meta.update(val=val, path="", where="", modules=(), calls=())
         return node
 
-    def segments(self, dim: Dim, atom: Dim) -> tuple[tuple[Any, Any, Any], ...]:
-        """How a dim is dealt out, sizes as ints or nodes."""
+    def must_divide(self, atom: Dim) -> None:
+        """Note that a named dim is split; one that is no int must divide when the graph runs."""
         if self.sizes.expr(atom.size) != atom.size:
             self.dynamic.add(self.sizes.expr(atom.size))
+
+    def segments(self, dim: Dim, atom: Dim) -> tuple[tuple[Any, Any, Any], ...]:
+        """How a dim is dealt out, sizes as ints or nodes."""
+        self.must_divide(atom)
         return tuple(
             (self.size(o), self.size(u), self.size(i)) for o, u, i in segments_of(dim, atom)
         )
@@ -158,7 +163,6 @@ class _NodeSplit:
         self._bound: dict[str, Dim] = node.meta["bound"]
 
     def is_split(self, factor: str) -> bool:
-        from tpcompile.dims import contains
 
         return factor in self._bound and contains(self._bound[factor], self.atom)
 
@@ -225,6 +229,17 @@ def _plus(a: Any, b: Any, context: _Context) -> Any:
     return a if b == 0 else context._call(operator.add, (a, b), None)
 
 
+def _split_outputs(program: Program, context: _Context) -> dict[int, int]:
+    """Number of a returned tensor -> dim, for those that leave in chunks of it."""
+    found = {}
+    for i, node in enumerate(user_outputs(program)):
+        (state,) = node.meta["states"]
+        if isinstance(state, Dim):
+            found[i], _ = _split_dim(node.meta["dims"][0], state)
+            context.must_divide(state)
+    return found
+
+
 def _localize_call(node: fx.Node, strategy: Strategy, context: _Context) -> None:
     rule: Rule = node.meta["rule"]
     if rule.local is None or strategy.split is None:
@@ -241,7 +256,6 @@ def _localize_conversion(node: fx.Node, context: _Context) -> None:
     for state in (what.have, what.need):
         if isinstance(state, Dim):
             dims = node.meta["dims"][0]
-            from tpcompile.dims import contains
 
             place = next(i for i, d in enumerate(dims) if d is not None and contains(d, state))
             layouts += [place, context.segments(dims[place], state)]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile.passes.split_blocks import BlockGraph
 from tpcompile.program import Program
@@ -12,7 +13,7 @@ from tpcompile.runtime import LocalGraph, Source, Variant, call_block, replace_b
 from tpcompile.size_check import size_check
 
 
-def emit(program: Program, modules: Mapping[str, nn.Module], rank: int) -> Variant:
+def emit(program: Program, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> Variant:
     """The runnable form of a program whose blocks have been split off.
 
     Identical blocks share one GraphModule.  Block modules get their new forward here.
@@ -20,8 +21,9 @@ def emit(program: Program, modules: Mapping[str, nn.Module], rank: int) -> Varia
     Args:
         program: Localised.
         modules: By the path that each had when the model was captured; "" is the model.
-        rank: On the axis.
+        mesh: The axis.
     """
+    rank = mesh.get_local_rank()
     shared: dict[str, fx.GraphModule] = {}
     numbers: dict[str, int] = {}
     blocks: dict[str, BlockGraph] = program.extra["blocks"]
@@ -42,6 +44,7 @@ def emit(program: Program, modules: Mapping[str, nn.Module], rank: int) -> Varia
         fits=size_check(program, program.extra["axis"][1], tuple(program.extra["dynamic"])),
         constants=constants,
         owners={n: _source(program, modules, n) for n in updated},
+        mesh=mesh,
     )
 
 

@@ -48,6 +48,21 @@ def sequence_parallel_for(asked: bool | str, plan: PlanLike) -> bool | str:
     return made.sequence_parallel if asked == "auto" and isinstance(made, Plan) else asked
 
 
+def outputs_for(asked: str) -> str:
+    """What is asked of outputs.
+
+    Raises:
+        InputError: It is neither "replicated" nor "sharded".
+    """
+    if asked not in ("replicated", "sharded"):
+        raise InputError(
+            f"outputs={asked!r}",
+            "outputs are whole on every rank, or DTensors where they are split",
+            'pass "replicated" or "sharded"',
+        )
+    return asked
+
+
 def pins_from_plan(model: nn.Module, plan: PlanLike) -> dict[str, Pin]:
     """Pins by parameter name from a `plan=`; of several patterns that fit, the last one counts.
 

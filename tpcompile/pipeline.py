@@ -136,6 +136,7 @@ def plan(
     size: int,
     *,
     sequence_parallel: bool | str = "auto",
+    outputs: str = "replicated",
     pins: dict[str, Any] | None = None,
     hardware: Hardware = DEFAULT,
     dumps: bool = False,
@@ -151,6 +152,7 @@ def plan(
             split_light=sequence_parallel is not False,
         ),
         sequence_parallel=sequence_parallel,
+        outputs=outputs,
         pins=(pins or {}) if size > 1 else {},  # one rank holds everything, pinned or not
     )
     program = run(program, PLAN, dumps=dumps)

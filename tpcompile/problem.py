@@ -13,8 +13,15 @@ from tpcompile.cost import CostModel, bytes_of, ticks
 from tpcompile.dims import Dim, ordered
 from tpcompile.facts import facts_of
 from tpcompile.placement import P, R, State, Value, conversion_ticks
-from tpcompile.program import Program, values
-from tpcompile.readers import ValueKey, describe, reader_trained, readers_of
+from tpcompile.program import Program, operands, values
+from tpcompile.readers import (
+    ValueKey,
+    describe,
+    reader_trained,
+    readers_of,
+    user_outputs,
+    value_of,
+)
 from tpcompile.relaxation import solve_or_relax
 from tpcompile.solver import Factor, Solution
 from tpcompile.strategies import Choices, Facts, Strategy
@@ -147,7 +154,7 @@ class Problem:
             if node in self.strategies
             else self.states[node]
         )
-        needs = [self._needs(reader, slot) for reader, slot in readers]
+        needs = [self.needs(reader, slot) for reader, slot in readers]
         flags = [reader_trained(value, reader, self.facts) for reader, _ in readers]
         if len(readers) > 1 and self._worth_sharing(have, needs):
             self._deliver(key, value, have, readers, needs, flags)
@@ -155,9 +162,18 @@ class Problem:
         for (reader, _), need, flag in zip(readers, needs, flags, strict=True):
             self._add((node, reader), self._table(key, value, flag, have, need))
 
-    def _needs(self, reader: fx.Node, slot: int) -> list[State]:
+    def needs(self, reader: fx.Node, slot: int) -> list[State]:
+        """The states in which an operand may arrive, one for each strategy of its reader.
+
+        The output has no strategies: its operands may arrive in any of theirs.
+        """
         if reader in self.strategies:
             return [s.ins[slot] for s in self.strategies[reader]]
+        if reader.op == "output" and self.program.extra["outputs"] == "sharded":
+            source = operands(reader)[slot]
+            if source in user_outputs(self.program):
+                dims = value_of(source)[0].meta["dims"][value_of(source)[1]]
+                return self.choices.output_states(dims)
         return [R]
 
     def _worth_sharing(self, have: list[State], needs: list[list[State]]) -> bool:
@@ -200,7 +216,7 @@ class Problem:
             if reader in self.variable:
                 self._add_raw((self.variable[node], delivery, self.variable[reader]), table)
             else:
-                self._add_raw((self.variable[node], delivery), table[:, :, 0])
+                self._add_raw((self.variable[node], delivery), table.min(axis=2))
 
     def _table(
         self, key: ValueKey, value: Value, flag: bool, have: list[State], need: list[State]
@@ -235,7 +251,7 @@ class Problem:
     def _add(self, nodes: tuple[fx.Node, fx.Node], table: np.ndarray) -> None:
         source, reader = nodes
         if reader not in self.variable:
-            self._add_raw((self.variable[source],), table[:, 0])
+            self._add_raw((self.variable[source],), table.min(axis=1))
         else:
             self._add_raw((self.variable[source], self.variable[reader]), table)
 

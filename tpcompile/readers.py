@@ -21,6 +21,13 @@ def value_of(node: fx.Node) -> ValueKey:
     return node, 0
 
 
+def user_outputs(program: Program) -> list[fx.Node]:
+    """What the forward returns, tensors only and in order; new values of buffers are not in it."""
+    (returned,) = program.output().args
+    given = returned[: program.n_outputs]  # type: ignore[index]
+    return [n for n in given if isinstance(n, fx.Node) and values(n)]  # type: ignore[union-attr]
+
+
 def readers_of(program: Program) -> dict[ValueKey, list[tuple[fx.Node, int]]]:
     """Value -> (call or output node, operand slot) of everything that reads it."""
     readers: dict[ValueKey, list[tuple[fx.Node, int]]] = defaultdict(list)
@@ -49,6 +56,14 @@ def describe(key: ValueKey, facts: Facts, program: Program) -> Value:
 def reader_trained(value: Value, reader: fx.Node, facts: Facts) -> bool:
     """Whether a gradient comes back from this reader (the output node counts as one)."""
     return value.trained and (reader.op == "output" or reader in facts.trained)
+
+
+def conversion_cost(
+    value: Value, have: State, shared: State | None, need: State, cost: CostModel
+) -> float:
+    """Picoseconds of the cheapest way to a reader."""
+    direct = conversion_ticks(value, have, need, cost)
+    return direct if shared is None else min(direct, conversion_ticks(value, shared, need, cost))
 
 
 def delivered_path(

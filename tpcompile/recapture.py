@@ -5,15 +5,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile import pipeline
 from tpcompile.agreement import agree, digest, meet
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.emit import emit
 from tpcompile.errors import TpcompileError
-from tpcompile.hardware import Hardware
 from tpcompile.pins import pins_from_layouts
 from tpcompile.pipeline import OwnPasses
 from tpcompile.planning import captured, check_rules
@@ -47,16 +46,18 @@ class Recapture:
         model: nn.Module,
         twin: nn.Module | None,
         layouts: Mapping[str, ParamLayout],
-        group: dist.ProcessGroup,
-        sequence_parallel: bool | str,
-        hardware: Hardware,
-        passes: OwnPasses | None = None,
+        mesh: DeviceMesh,
+        passes: OwnPasses | None,
+        options: Mapping[str, Any],
     ) -> None:
-        """`twin` and `model` have the same modules now; users may wrap the model's later."""
-        self.name, self.twin, self.layouts, self.group = type(model).__name__, twin, layouts, group
-        self.axis = (group.group_name, group.size(), group.rank())
-        self.sequence_parallel, self.hardware = sequence_parallel, hardware
-        self.passes = passes
+        """`twin` and `model` have the same modules now; users may wrap the model's later.
+
+        `mesh` is the axis, `options` are those of `pipeline.plan`.
+        """
+        self.name, self.twin, self.layouts, self.mesh = type(model).__name__, twin, layouts, mesh
+        self.group = mesh.get_group()
+        self.axis = (self.group.group_name, mesh.size(), mesh.get_local_rank())
+        self.passes, self.options = passes, options
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.pairs = [] if twin is None else list(zip(twin.modules(), model.modules(), strict=True))
 
@@ -78,12 +79,13 @@ class Recapture:
             )
             pipeline.local(program, self.axis)
             pipeline.run(program, pipeline.EMIT)
-            return emit(program, self.modules, self.axis[2])
+            return emit(program, self.modules, self.mesh)
 
     def immutable(self) -> Iterator[Any]:
         """What copies of the model share; the twin has no weights that could be copied."""
         yield from (twin for twin, _ in self.pairs)
         yield self.group
+        yield self.mesh
         yield self.layouts
 
     def _text(self, args: Any, kwargs: Any) -> str:
@@ -105,13 +107,7 @@ class Recapture:
             _follow(mine, theirs)
         program = captured(self.twin, args, kwargs, passes=self.passes)
         pins = pins_from_layouts(self.layouts)
-        pipeline.plan(
-            program,
-            self.axis[1],
-            sequence_parallel=self.sequence_parallel,
-            pins=pins,
-            hardware=self.hardware,
-        )
+        pipeline.plan(program, self.axis[1], pins=pins, **self.options)
         check_rules(program, strict=False)
         return program
 

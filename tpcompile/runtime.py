@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tpcompile.capture import unflatten_output
 from tpcompile.errors import TpcompileError
@@ -72,6 +74,8 @@ class Variant:
     constants: tuple[Tensor, ...] = ()
     owners: dict[str, Source] = field(default_factory=dict)
     """Placeholder name -> source, of buffers that the forward updates."""
+    mesh: DeviceMesh | None = None
+    """The axis, where outputs leave in pieces."""
 
     def run(self, model: nn.Module, tensors: list[Tensor]) -> Any:
         """The user's output for flat input tensors."""
@@ -80,7 +84,17 @@ class Variant:
         n = self.program.n_outputs
         if len(outs) > n:
             self._update(outs[n:], tensors)
-        return unflatten_output(self.program.out_spec, list(outs[:n]))
+        return unflatten_output(self.program.out_spec, self._joined(list(outs[:n])))
+
+    def _joined(self, outs: list[Any]) -> list[Any]:
+        """The outputs, pieces as DTensors."""
+        split: dict[int, int] = self.program.extra["split_outputs"]
+        if split:
+            tensors = [i for i, out in enumerate(outs) if isinstance(out, Tensor)]
+            for number, dim in split.items():
+                i = tensors[number]
+                outs[i] = DTensor.from_local(outs[i], self.mesh, [Shard(dim)], run_check=False)
+        return outs
 
     def _update(self, news: tuple[Tensor, ...], tensors: list[Tensor]) -> None:
         names = [node.name for node in self.program.placeholders("input")]

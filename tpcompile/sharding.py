@@ -23,7 +23,7 @@ from tpcompile.optimizer import (
     watch_optimizers,
 )
 from tpcompile.parameters import shard_parameters, sharded_for
-from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
 from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
@@ -42,6 +42,7 @@ def shard(
     sequence_parallel: bool | str = "auto",
     plan: PlanLike = None,
     optimizer: torch.optim.Optimizer | None = None,
+    outputs: str = "replicated",
     hardware: Hardware | str | os.PathLike[str] | None = None,
     strict: bool = False,
     passes: OwnPasses | None = None,
@@ -58,6 +59,8 @@ def shard(
         plan: Placements (`Shard(dim)`, `Replicate()`) by parameter name pattern, a `Plan` or the
             file of one; the rest is solved around them.
         optimizer: An optimizer made earlier; its groups and state follow the new parameters.
+        outputs: "replicated" gives every rank whole outputs; "sharded" leaves those that are split
+            as DTensors on the axis (logits, for a loss or a sampler that takes them so).
         hardware: What plans are priced on: a profile's name, a `Hardware` or a file of one; None:
             by the mesh's device, and h100-nvlink for a CPU mesh, which rehearses for GPUs.
         strict: Refuse ops without a rule instead of replicating them.
@@ -76,14 +79,17 @@ def shard(
         check_optimizer(optimizer)
     group, size = submesh.get_group(), submesh.size()
     rank = submesh.get_local_rank()
-    machine = hardware_for(hardware, mesh.device_type)
+    options = {
+        "sequence_parallel": sequence_parallel_for(sequence_parallel, plan),
+        "outputs": outputs_for(outputs),
+        "hardware": hardware_for(hardware, mesh.device_type),
+    }
 
     def decide() -> tuple[Program, tuple[Any, ...], dict[str, Any]]:
         args, kwargs = arguments_of(model, example_inputs)
         pins = pins_from_plan(model, plan)
         program = captured(model, args, kwargs, passes=passes)
-        asked = sequence_parallel_for(sequence_parallel, plan)
-        pipeline.plan(program, size, sequence_parallel=asked, pins=pins, hardware=machine)
+        pipeline.plan(program, size, pins=pins, **options)
         check_rules(program, strict=strict)
         return program, args, kwargs
 
@@ -103,10 +109,9 @@ def shard(
     if optimizer is not None:
         hook_optimizer(optimizer)
     layouts = sharded_for(model).layouts  # type: ignore[union-attr]
-    asked = program.extra["sequence_parallel"]
-    recapture = Recapture(model, twin, layouts, group, asked, machine, passes)
+    recapture = Recapture(model, twin, layouts, submesh, passes, options)
     dispatcher = Dispatcher(model, mesh.device_type, recapture)
-    dispatcher.add(args, kwargs, emit(program, recapture.modules, rank))
+    dispatcher.add(args, kwargs, emit(program, recapture.modules, submesh))
     install(model, dispatcher)
     model.__dict__["plan"] = plan_of(program, layouts)
     if not hasattr(type(model), "explain"):

@@ -175,6 +175,17 @@ class Choices:
             for leaf in leaves
         )
 
+    def output_states(self, dims: tuple[MaybeDim, ...]) -> list[State]:
+        """How a value of the model may leave it as a DTensor: whole, or in even chunks."""
+        found: list[State] = [R]
+        for dim in dims:
+            for atom in ordered(self.atoms.splitting(dim)):
+                once = sum(atom in self.atoms.leaves(other) for other in dims) == 1
+                even = self.hint(atom) % self.cost.size == 0 and not self.unusable(atom)
+                if once and even and _is_plain(dim, atom):  # type: ignore[arg-type]
+                    found.append(atom)
+        return found
+
     def unusable(self, atom: Dim) -> str:
         """Why a named dim cannot be split at this degree, or ""."""
         if atom not in self._usable:
@@ -216,6 +227,7 @@ class Choices:
 
 
 def _is_plain(dim: Dim, atom: Dim) -> bool:
+    """Whether pieces by the atom are contiguous chunks of the dim."""
     segments = segments_of(dim, atom)
     return len(segments) == 1 and segments[0][0] == 1
 

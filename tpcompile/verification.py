@@ -13,9 +13,10 @@ from tpcompile import pipeline
 from tpcompile.capture import unflatten_output
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.clone import clone
+from tpcompile.collectives import all_gather
 from tpcompile.hardware import Hardware
 from tpcompile.local_group import run_ranks
-from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
 from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
@@ -74,6 +75,7 @@ def verify(
     tp: int,
     sequence_parallel: bool | str = "auto",
     plan: PlanLike = None,
+    outputs: str = "replicated",
     hardware: Hardware | str | os.PathLike[str] | None = None,
     seed: int = 0,
     strict: bool = False,
@@ -93,6 +95,7 @@ def verify(
         program,
         tp,
         sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
+        outputs=outputs_for(outputs),
         pins=pins_from_plan(model, plan),
         hardware=hardware_for(hardware, "cuda"),
     )
@@ -191,6 +194,9 @@ def _on_rank(program: Program, axis: Any, model: nn.Module, tensors: list[Tensor
     outs = module(*values_in)
     whole_output = unflatten_output(program.out_spec, list(outs[: program.n_outputs]))
     outputs = flatten(whole_output, is_tensor)[0]
+    for i, dim in program.extra["split_outputs"].items():
+        chunks = ((1, outputs[i].shape[dim] * axis[1], 1),)
+        outputs[i] = all_gather(outputs[i], axis, dim, chunks, partial_grad=False)
     loss = _scalar(outputs)
     if loss.requires_grad:
         loss.backward()
