@@ -26,6 +26,9 @@ class Shape:
         self.shape, self.ndim, self.dtype = shape, len(shape), dtype
 
 
+_SOME_NUMBER = 0.5
+
+
 def name_dims(program: Program) -> Program:
     """Set `node.meta["dims"]` (one tuple of dims per output) and `node.meta["rule"]`.
 
@@ -104,6 +107,8 @@ class _Naming:
             val = arg.meta.get("val")
             if isinstance(val, Tensor):
                 return self.shapes(arg)[0]
+            if isinstance(val, (torch.SymFloat, torch.SymBool)):
+                return _SOME_NUMBER  # what a tensor holds: no rule may depend on it
             return self.sizes.code(val) if isinstance(val, (int, torch.SymInt)) else val
         if isinstance(arg, (list, tuple)):
             return [self._stand_in(item) for item in arg]

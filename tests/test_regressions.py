@@ -187,3 +187,23 @@ def test_an_elementwise_autograd_function_is_one_op(act: Any) -> None:
     pins = {"up.weight": Shard(0), "down.weight": Shard(1)}
     plan = checked(Mlp(act), rand(2, 4, HIDDEN), sequence_parallel=False, plan=pins)
     assert [c.forward for c in plan.collectives if c.forward] == ["all_reduce"]
+
+
+class Normalized(nn.Module):
+    """A linear of what is divided by a number that the data decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(F.relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, hidden] -> [b, s, hidden]."""
+        y = self.mlp(x)
+        return y / (1.0 + y.detach().abs().max().item())
+
+
+def test_numbers_taken_from_tensors() -> None:
+    """`item()` reads a whole tensor, and what it gives is no dim."""
+    pins = {"mlp.up.weight": Shard(0), "mlp.down.weight": Shard(1)}
+    plan = checked(Normalized(), rand(2, 4, HIDDEN), sequence_parallel=False, plan=pins)
+    assert [c.forward for c in plan.collectives if c.forward] == ["all_reduce"]

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -108,11 +108,14 @@ def meet(group: dist.ProcessGroup, asked: str, inputs: str) -> None:
 
 
 def fingerprints(
-    model: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    programs: Mapping[str, Program],
 ) -> dict[str, str]:
     """Name of a thing that must be equal -> what to show of it; a checksum.
 
-    In order of importance.
+    In order of importance. `programs` are by the path of the module they are of.
     """
     modes = [module.training for module in model.modules()]
     found = {"mode": "train" if all(modes) else f"train in part;{modes}" if any(modes) else "eval"}
@@ -123,7 +126,8 @@ def fingerprints(
     tensors, _, names = bind_inputs(model, args, kwargs)
     for name, tensor in zip(names, tensors, strict=True):
         found[f"example input {name}"] = tensor_digest(tensor)
-    found["plan"] = f";{digest(program)}"
+    for path, program in programs.items():
+        found[f"plan of {path}" if path else "plan"] = f";{digest(program)}"
     return found
 
 

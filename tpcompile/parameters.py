@@ -57,6 +57,11 @@ def layouts_by_id(model: nn.Module) -> dict[int, ParamLayout]:
     }
 
 
+def note_sharded(module: nn.Module, layouts: dict[str, ParamLayout], mesh: DeviceMesh) -> None:
+    """Note how the parameters of a sharded model's submodule are stored, by their names in it."""
+    _SHARDED[module] = Sharded(layouts, mesh)
+
+
 def copy_sharded(model: nn.Module, copied: nn.Module) -> None:
     """Note that the parameters of a copy are stored as the model's are."""
     _SHARDED[copied] = _SHARDED[model]

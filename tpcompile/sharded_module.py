@@ -2,17 +2,22 @@
 
 import copy
 import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from tpcompile.dispatch import Dispatcher
 from tpcompile.errors import TpcompileError
 from tpcompile.graphs import blocks_of, graph_module_of
-from tpcompile.parameters import copy_sharded, sharded_for
+from tpcompile.parameters import Slot, copy_sharded, sharded_for, slots
 
 DISPATCHER = "_tpcompile_dispatcher"
+AROUND = "_tpcompile_around"
+"""Attribute of a model of which only parts are captured: where its other parameters are."""
 
 
 class ShardedModule(nn.Module):
@@ -27,10 +32,10 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded model with parameters of its own, on the same ranks."""
-        dispatcher: Dispatcher = self.__dict__[DISPATCHER]
         sharded = sharded_for(self)
         assert sharded is not None
-        shared = (*dispatcher.immutable(), sharded.mesh)
+        dispatchers = (m.__dict__[DISPATCHER] for m in self.modules() if DISPATCHER in m.__dict__)
+        shared = [kept for each in dispatchers for kept in each.immutable()] + [sharded.mesh]
         memo.update({id(kept): kept for kept in shared})
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -50,18 +55,55 @@ class ShardedModule(nn.Module):
 
 def install(model: nn.Module, dispatcher: Dispatcher) -> None:
     """Make the model's class a `ShardedModule` with the original's name and signature."""
+    # A model that has something of these names keeps it.
+    graphs = {"graph_module": property(graph_module), "blocks": property(blocks)}
+    own = {name: each for name, each in graphs.items() if not hasattr(model, name)}
+    _change_class(model, ShardedModule, ShardedModule.forward, own)
+    model.__dict__[DISPATCHER] = dispatcher
+
+
+def install_around(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Let a model of which only parts run graphs read plain tensors everywhere else."""
+    inside = {module for part in parts for module in part.modules()}
+    model.__dict__[AROUND] = [
+        s for places in slots(model) for s in places if s.module not in inside
+    ]
+    original = type(model).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _local(self.__dict__[AROUND]):
+            return original(self, *args, **kwargs)
+
+    _change_class(model, ShardedModule, forward, {})
+
+
+def _change_class(
+    model: nn.Module, kind: type, run: Callable[..., Any], names: dict[str, Any]
+) -> None:
     original = type(model)
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return ShardedModule.forward(self, *args, **kwargs)  # type: ignore[arg-type]
+        return run(self, *args, **kwargs)
 
-    # A model that has something of these names keeps it.
-    graphs = {"graph_module": property(graph_module), "blocks": property(blocks)}
-    own = {name: each for name, each in graphs.items() if not hasattr(model, name)}
-    names = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    model.__class__ = type(original.__name__, (ShardedModule, original), {**own, **names})
-    model.__dict__[DISPATCHER] = dispatcher
+    same = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    model.__class__ = type(original.__name__, (kind, original), names | same)
+
+
+@contextmanager
+def _local(places: list[Slot]) -> Iterator[None]:
+    """The whole tensors of replicated DTensors in their places; gradients reach the parameters."""
+    kept = [(place, place.module._parameters[place.attr]) for place in places]
+    local: dict[int, torch.Tensor] = {}
+    try:
+        for place, parameter in kept:
+            if isinstance(parameter, DTensor):
+                whole = local.setdefault(id(parameter), parameter.to_local())
+                place.module._parameters[place.attr] = whole  # type: ignore[assignment]
+        yield
+    finally:
+        for place, parameter in kept:
+            place.module._parameters[place.attr] = parameter
 
 
 def graph_module(model: nn.Module) -> fx.GraphModule:
@@ -77,6 +119,12 @@ def blocks(model: nn.Module) -> dict[str, fx.GraphModule]:
 
 def _dispatcher_for(model: nn.Module) -> Dispatcher:
     dispatcher = model.__dict__.get(DISPATCHER)
+    if dispatcher is None and AROUND in model.__dict__:
+        raise TpcompileError(
+            f"the graphs of {type(model).__name__}",
+            "it was captured block by block (partial=True)",
+            "ask a block: model.get_submodule(path).graph_module",
+        )
     if dispatcher is None:
         raise TpcompileError(
             f"the graphs of {type(model).__name__}",

@@ -22,7 +22,8 @@ from tpcompile.optimizer import (
     remap_parameter,
     watch_optimizers,
 )
-from tpcompile.parameters import shard_parameters, sharded_for
+from tpcompile.parameters import note_sharded, shard_parameters, sharded_for
+from tpcompile.partial import Call, Parts, joined_plan, parts_of
 from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
 from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import plan_of
@@ -30,7 +31,7 @@ from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 from tpcompile.recapture import Recapture, twin_of
-from tpcompile.sharded_module import install
+from tpcompile.sharded_module import install, install_around
 
 
 def shard(
@@ -45,6 +46,7 @@ def shard(
     outputs: str = "replicated",
     hardware: Hardware | str | os.PathLike[str] | None = None,
     strict: bool = False,
+    partial: bool = False,
     passes: OwnPasses | None = None,
 ) -> nn.Module:
     """Make `model` tensor parallel on one axis of `mesh`, in place, and return it.
@@ -64,6 +66,8 @@ def shard(
         hardware: What plans are priced on: a profile's name, a `Hardware` or a file of one; None:
             by the mesh's device, and h100-nvlink for a CPU mesh, which rehearses for GPUs.
         strict: Refuse ops without a rule instead of replicating them.
+        partial: Where the model cannot be traced whole, shard the repeated blocks that can, and
+            replicate the rest.
         passes: Functions from a program to a program, by the name of the pass they run after.
 
     Returns:
@@ -77,46 +81,77 @@ def shard(
     submesh = _submesh(model, mesh, axis)
     if optimizer is not None:
         check_optimizer(optimizer)
-    group, size = submesh.get_group(), submesh.size()
-    rank = submesh.get_local_rank()
     options = {
         "sequence_parallel": sequence_parallel_for(sequence_parallel, plan),
         "outputs": outputs_for(outputs),
         "hardware": hardware_for(hardware, mesh.device_type),
     }
 
-    def decide() -> tuple[Program, tuple[Any, ...], dict[str, Any]]:
+    def decide() -> tuple[tuple[Any, ...], dict[str, Any], Parts]:
         args, kwargs = arguments_of(model, example_inputs)
         pins = pins_from_plan(model, plan)
-        program = captured(model, args, kwargs, passes=passes)
-        pipeline.plan(program, size, pins=pins, **options)
-        check_rules(program, strict=strict)
-        return program, args, kwargs
 
-    program, args, kwargs = agree(
-        f"shard {type(model).__name__}", decide, lambda made: fingerprints(model, *made), group
+        def planned(path: str, module: nn.Module, call: Call) -> Program:
+            own = {n.removeprefix(path): p for n, p in pins.items() if n.startswith(path)}
+            program = captured(module, *call, passes=passes)
+            pipeline.plan(program, submesh.size(), pins=own, **options)
+            check_rules(program, strict=strict)
+            return program
+
+        return args, kwargs, parts_of(model, (args, kwargs), planned, partial=partial)
+
+    _, _, parts = agree(
+        f"shard {type(model).__name__}",
+        decide,
+        lambda made: fingerprints(model, *made[:2], made[2].programs()),
+        submesh.get_group(),
     )
-    planned = clone(program)  # localising changes the other one in place
-    twin = twin_of(model)
-    pipeline.local(program, (group.group_name, size, rank))
-    pipeline.run(program, pipeline.EMIT)
-    layouts = program.extra["layouts"]
-    replaced = None
-    if optimizer is not None:
-        replaced = functools.partial(remap_parameter, optimizer)
-    shard_parameters(model, layouts, submesh, replaced)
+    _install(model, parts, submesh, optimizer, passes, options)
+    return model
+
+
+def _install(
+    model: nn.Module,
+    parts: Parts,
+    mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None,
+    passes: OwnPasses | None,
+    options: dict[str, Any],
+) -> None:
+    """Shard the parameters, and make each part run its graphs."""
+    group = mesh.get_group()
+    axis = (group.group_name, mesh.size(), mesh.get_local_rank())
+    modules = {part.path: model.get_submodule(part.path) for part in parts}
+    twins = {path: twin_of(module) for path, module in modules.items()}
+    planned = {part.path: clone(part.program) for part in parts}  # localising changes the other
+    layouts = {}
+    for part in parts:
+        pipeline.local(part.program, axis)
+        pipeline.run(part.program, pipeline.EMIT)
+        layouts |= part.named(part.program.extra["layouts"])
+    replaced = None if optimizer is None else functools.partial(remap_parameter, optimizer)
+    shard_parameters(model, layouts, mesh, replaced)
     watch_optimizers()
     if optimizer is not None:
         hook_optimizer(optimizer)
-    layouts = sharded_for(model).layouts  # type: ignore[union-attr]
-    recapture = Recapture(model, twin, layouts, submesh, passes, options)
-    dispatcher = Dispatcher(model, mesh.device_type, recapture)
-    dispatcher.add(args, kwargs, emit(program, recapture.modules, submesh))
-    install(model, dispatcher)
-    model.__dict__["plan"] = plan_of(program, layouts)
-    if not hasattr(type(model), "explain"):
-        model.__dict__["explain"] = lambda optimizer="adamw": Explanation(planned, optimizer)
-    return model
+    for part in parts:
+        module = modules[part.path]
+        own = part.own(sharded_for(model).layouts)  # type: ignore[union-attr]
+        recapture = Recapture(module, twins[part.path], own, mesh, passes, options)
+        dispatcher = Dispatcher(module, mesh.device_type, recapture)
+        dispatcher.add(*part.call, emit(part.program, recapture.modules, mesh))
+        note_sharded(module, own, mesh)
+        install(module, dispatcher)
+        module.__dict__["plan"] = plan_of(part.program, own)
+        _explain_as(module, planned[part.path])
+    if parts.reason:
+        install_around(model, list(modules.values()))
+        model.__dict__["plan"] = joined_plan(model, parts)
+
+
+def _explain_as(module: nn.Module, planned: Program) -> None:
+    if not hasattr(type(module), "explain"):
+        module.__dict__["explain"] = lambda optimizer="adamw": Explanation(planned, optimizer)
 
 
 def _submesh(model: nn.Module, mesh: DeviceMesh, axis: str) -> DeviceMesh:

@@ -1,0 +1,175 @@
+"""Shard a model that cannot be captured whole: block by block, everything else replicated.
+
+The forward of the model stays Python.  What it reads outside of sharded blocks is the same on all
+ranks, and so are the blocks' inputs and outputs, so all that is computed there is, too.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tpcompile.errors import CaptureError
+from tpcompile.parameters import slots
+from tpcompile.plan import Plan, PlannedParameter
+from tpcompile.planning import block_paths
+from tpcompile.program import Program
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+Planned = Callable[[str, nn.Module, Call], Program]
+"""(prefix of its parameters' names, module, call of it) -> its planned program."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that is captured by itself: the whole model, or one block."""
+
+    path: str
+    """"" for the model."""
+    program: Program
+    call: Call
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its parameters begin with."""
+        return f"{self.path}." if self.path else ""
+
+    def named(self, by_own_name: Mapping[str, T]) -> dict[str, T]:
+        """By the names that things have in the whole model."""
+        return {self.prefix + name: each for name, each in by_own_name.items()}
+
+    def own(self, by_name: Mapping[str, T]) -> dict[str, T]:
+        """Of things of the whole model those inside, by the names they have there."""
+        prefix = self.prefix
+        return {n.removeprefix(prefix): e for n, e in by_name.items() if n.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is captured of a model."""
+
+    parts: tuple[Part, ...]
+    reason: str = ""
+    """Why the whole model is not."""
+    left: tuple[str, ...] = ()
+    """Which blocks are not, and why."""
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)
+
+    def programs(self) -> dict[str, Program]:
+        """By path."""
+        return {part.path: part.program for part in self.parts}
+
+
+def parts_of(model: nn.Module, call: Call, planned: Planned, *, partial: bool) -> Parts:
+    """The model whole; where that cannot be captured and `partial`, the blocks that can.
+
+    Raises:
+        CaptureError: Nothing can.
+    """
+    try:
+        return Parts((Part("", planned("", model, call), call),))
+    except CaptureError as error:
+        if not partial:
+            raise
+        reason = error
+    found, left = [], []
+    for path, each in _calls_of_blocks(model, call).items():
+        block = model.get_submodule(path)
+        if _shares_parameters(model, block):
+            left.append(f"{path} is replicated: modules outside of it share its parameters")
+            continue
+        try:
+            found.append(Part(path, planned(f"{path}.", block, each), each))
+        except CaptureError as error:
+            left.append(f"{path} is replicated: {error.found}")
+    if not found:
+        raise CaptureError(
+            f"shard {type(model).__name__} block by block, as partial=True allows",
+            "; ".join(left) or f"it runs no repeated blocks; whole, {reason.found}",
+            "keep blocks in an nn.ModuleList, and what cannot be traced outside of them",
+        ) from reason
+    return Parts(tuple(found), reason.found, tuple(left))
+
+
+def _calls_of_blocks(model: nn.Module, call: Call) -> dict[str, Call]:
+    """Arguments of the first call of every repeated block, from a run of the model."""
+    calls: dict[str, Call] = {}
+
+    def note(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(path, _leaves((args, kwargs)))
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(
+            functools.partial(note, path), with_kwargs=True
+        )
+        for path in block_paths(model)
+    ]
+    try:
+        with _kept_as_it_is(model):
+            model(*call[0], **call[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@contextmanager
+def _kept_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Undo what a run does to buffers and to the random stream."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng():
+        yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+def _leaves(call: Call) -> Call:
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), call
+    )
+
+
+def _shares_parameters(model: nn.Module, block: nn.Module) -> bool:
+    inside = set(block.modules())
+    return any(len({place.module in inside for place in places}) == 2 for places in slots(model))
+
+
+def joined_plan(model: nn.Module, parts: Parts) -> Plan:
+    """The plans of all parts as one."""
+    plans: dict[str, Plan] = {p.path: model.get_submodule(p.path).plan for p in parts}  # type: ignore
+    known = {
+        f"{path}.{each.name}": replace(each, name=f"{path}.{each.name}")
+        for path, plan in plans.items()
+        for each in plan.parameters
+    }
+    rest = {
+        name: PlannedParameter(name, tuple(p.shape), tuple(p.shape), "replicated", "R")
+        for name, p in model.named_parameters()
+    }
+    first = next(iter(plans.values()))
+    return replace(
+        first,
+        parameters=tuple(known.get(name, each) for name, each in rest.items()),
+        collectives=tuple(
+            replace(c, path=f"{path}.{c.path}".rstrip("."))
+            for path, plan in plans.items()
+            for c in plan.collectives
+        ),
+        replicated_ops=tuple(
+            (op, f"{path}.{at}".rstrip("."))
+            for path, plan in plans.items()
+            for op, at in plan.replicated_ops
+        ),
+        seconds=sum(plan.seconds for plan in plans.values()),
+        notes=(f"captured block by block: {parts.reason}", *parts.left),
+    )
