@@ -2,6 +2,7 @@
 # make test      all tests but the slow ones
 # make test-slow the slow ones
 # make lint      ruff and pyright
+# make coverage  docs/coverage.md: every architecture at every degree, compared with one device
 #
 # Each makes .venv on first use; it needs Python 3.11 or later and a package registry.
 
@@ -12,17 +13,20 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # Ranks share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint coverage clean
 .NOTPARALLEL:
 
 demo: .venv/hf.stamp
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/01_quickstart.py
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 test-slow: .venv/test.stamp
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+coverage: .venv/test.stamp
+	$(BIN)/python tests/coverage.py
 
 # Pyright cannot follow an editable install with mapped folders, so it reads what a user installs.
 lint: .venv/hf.stamp .venv/lint.stamp

@@ -1,10 +1,19 @@
 """Choose, exactly, the cheapest placement of every parameter and op."""
 
+from dataclasses import replace
+
+from tpcompile.cost import CostModel
 from tpcompile.errors import ShardingError
+from tpcompile.placement import P
 from tpcompile.problem import Assignment, Problem
 from tpcompile.program import Program
 from tpcompile.reasons import conflict
+from tpcompile.rule import Rule
 from tpcompile.solver import Infeasible
+
+_OUTPUT_BYTE = (0.0, 1e-10, 1e-8, 1e-6)
+"""Prices of whole outputs, the lowest first that makes a plan sequence parallel when asked for."""
+_MOST = 0.75
 
 
 def assign_placements(program: Program) -> Program:
@@ -16,17 +25,40 @@ def assign_placements(program: Program) -> Program:
     One variable per parameter, per op that depends on one, and per value with several readers;
     costs are seconds of compute, of conversions and of resident bytes. Exact (see `solver`).
     """
-    problem = Problem(program)
-    try:
-        solution = problem.solve()
-    except Infeasible as error:
-        raise _conflict(problem, error) from error
+    forced = program.extra["sequence_parallel"] is True
+    cost: CostModel = program.extra["cost"]
+    for price in _OUTPUT_BYTE if forced else (0.0,):
+        program.extra["cost"] = replace(cost, output_byte=price)
+        problem = Problem(program)
+        try:
+            solution = problem.solve()
+        except Infeasible as error:
+            raise _conflict(problem, error) from error
+        program.extra["assignment"] = problem.assignment(solution)
+        if _splits_stream(program):
+            break
     if not solution.exact:
         program.notes.append(
             "the plan is a cheap one, not proved the cheapest: layers share weights"
         )
-    program.extra["assignment"] = problem.assignment(solution)
     return program
+
+
+def _splits_stream(program: Program) -> bool:
+    """Whether most of what is done to the residual stream is done to parts of it."""
+    plan: Assignment = program.extra["assignment"]
+    width, weights = program.extra["width"], program.extra["weights"]
+    leaves, unusable = plan.choices.atoms.leaves, plan.choices.unusable
+    split = []
+    for node, strategy in plan.strategies.items():
+        rule: Rule | None = node.meta["rule"]
+        if rule is None or rule.contracted() or node not in plan.choices.facts.trained:
+            continue
+        atoms = {leaf for dims in node.meta["dims"] for dim in dims for leaf in leaves(dim)}
+        has_stream = any(atom not in weights and not unusable(atom) for atom in atoms)
+        if has_stream and (width is None or width in atoms):
+            split.append(strategy.split is not None or P in strategy.outs)
+    return sum(split) >= _MOST * len(split)
 
 
 def _conflict(problem: Problem, error: Infeasible) -> Exception:

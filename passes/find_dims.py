@@ -3,14 +3,14 @@
 from collections import Counter
 
 from tpcompile.dim_names import give_names
-from tpcompile.dims import Atoms, Dim
+from tpcompile.dims import Atoms, Dim, units_in
 from tpcompile.facts import batch_dims, facts_of, weight_dims
 from tpcompile.program import Program
 from tpcompile.strategies import Facts
 
 
 def find_dims(program: Program) -> Program:
-    """Set `extra["facts"]`, `["batch"]`, `["weights"]`, and the names of the leaves.
+    """Set `extra["facts"]`, `["atoms"]`, `["batch"]`, `["weights"]`, and the names of the leaves.
 
     Before:  %y = linear(%x, %w)   dims (2, 8, 11008)
     After:   %y = linear(%x, %w)   dims (batch, seq, layers.0.ffn)
@@ -18,10 +18,21 @@ def find_dims(program: Program) -> Program:
     atoms = Atoms()
     facts = program.extra["facts"] = facts_of(program)
     batch = program.extra["batch"] = batch_dims(program, atoms)
-    program.extra["weights"] = weight_dims(program, atoms, facts) - batch
+    weights = weight_dims(program, atoms, facts) - batch
+    units = _units(program, weights, atoms)
+    atoms = program.extra["atoms"] = Atoms(units)
+    program.extra["weights"] = weights | units
     program.extra["width"] = _width(program, atoms, facts)
     give_names(program, atoms)
     return program
+
+
+def _units(program: Program, weights: set[Dim], atoms: Atoms) -> set[Dim]:
+    """Products of weights' leaves that the ranks can share only as a whole."""
+    degree = program.extra["cost"].size
+    dims = [dim for node in program.placeholders("parameter") for dim in node.meta["dims"][0]]
+    found = set[Dim]().union(*(units_in(dim, degree) for dim in dims))
+    return {unit for unit in found if atoms.leaves(unit) <= weights}
 
 
 def _width(program: Program, atoms: Atoms, facts: Facts) -> Dim | None:

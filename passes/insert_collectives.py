@@ -23,6 +23,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
         "split",
         "all_to_all",
         "to_partial",
+        "pad",
     )
 }
 

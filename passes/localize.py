@@ -233,7 +233,7 @@ def _split_outputs(program: Program, context: _Context) -> dict[int, int]:
     """Number of a returned tensor -> dim, for those that leave in chunks of it."""
     found = {}
     for i, node in enumerate(user_outputs(program)):
-        (state,) = node.meta["states"]
+        (state,) = node.meta.get("states", (None,))  # none where no plan was made
         if isinstance(state, Dim):
             found[i], _ = _split_dim(node.meta["dims"][0], state)
             context.must_divide(state)

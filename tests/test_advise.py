@@ -203,8 +203,8 @@ def _gpt3(layers: int) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
-        n_embd=12288, n_layer=layers, n_head=96, vocab_size=51200, n_positions=2048, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        n_embd=12288, n_layer=layers, n_head=96, vocab_size=51200, n_positions=2048,
+        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     with torch.device("meta"):
         return transformers.GPT2LMHeadModel(config).bfloat16()

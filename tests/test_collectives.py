@@ -97,9 +97,10 @@ def check_conversions(axis: Axis) -> None:
     """All rows of the table on all layouts."""
     torch.manual_seed(0)
     for row, (shape, layout) in itertools.product(COLLECTIVES, layouts()):
-        if row.name not in ("all_to_all", "to_partial"):
+        if row.name not in ("all_to_all", "to_partial", "pad"):
             check_row(row, axis, shape, layout, layout)
     check_to_partial(axis)
+    check_pad(axis)
     for first, second in itertools.product(SEGMENTS, SEGMENTS):
         lengths = [local_length(s, 1, 0) for s in (first, second)]
         row = next(row for row in COLLECTIVES if row.name == "all_to_all")
@@ -118,6 +119,17 @@ def check_to_partial(axis: Axis) -> None:
         (got,) = torch.autograd.grad(y, x, grads[0])
         total = wire.all_reduce(got, axis) if partial_grad and axis[1] > 1 else got
         torch.testing.assert_close(total, grads[0])
+
+
+def check_pad(axis: Axis) -> None:
+    """The padded parts add up to the whole value; the gradient is this rank's part of it."""
+    for shape, (dim, segments) in layouts():
+        whole, grad = torch.randn(2, *shape, dtype=torch.float64)
+        x = take(whole, dim, segments, *axis[1:]).requires_grad_()
+        y = collectives.pad(x, axis, dim, segments)
+        torch.testing.assert_close(wire.all_reduce(y.detach(), axis), whole)
+        (got,) = torch.autograd.grad(y, x, grad)
+        torch.testing.assert_close(got, take(grad, dim, segments, *axis[1:]))
 
 
 def check_dtypes(axis: Axis) -> None:

@@ -37,7 +37,7 @@ def check_whole(backend, sequence_parallel):
     return [compiled.check(tokens(seed=seed), tolerance) for seed in range(3)]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_whole_model_is_one_graph(ranks, sequence_parallel):
     """Forward and backward; the second step compiles nothing."""
     graphs = ranks(check_whole, 2, "aot_eager", sequence_parallel)
@@ -130,7 +130,7 @@ def check_blocks(sequence_parallel):
     return graphs
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_compiled_one_by_one(ranks, sequence_parallel):
     """Each block is one graph; the second sizes make one dynamic graph that further ones use."""
     for graphs in ranks(check_blocks, 2, sequence_parallel):

@@ -32,8 +32,16 @@ INTERFACE = {"tpcompile", "tpcompile.__main__", "tpcompile.sharded_module"} | {
     f"tpcompile.{name}"
     for name in (
         *("advice", "advise", "check_prediction", "cli", "degrees", "dispatch", "emit"),
-        *("exchange", "explain", "layout3d", "lint", "local_shapes", "pins", "pipeline"),
-        *("planning", "recapture", "settle_styles", "sharding", "stages", "verification"),
+        *("exchange", "explain", "layout3d", "lint", "local_shapes", "partial", "pins"),
+        *(
+            "pipeline",
+            "planning",
+            "recapture",
+            "settle_styles",
+            "sharding",
+            "stages",
+            "verification",
+        ),
     )
 }
 """What joins nouns and passes; every other module of tpcompile is a noun."""

@@ -1,7 +1,6 @@
 """Proves a rule by execution: split, run on the pieces, rejoin, compare with the whole op."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 from tpcompile.errors import InputError, RuleError
 from tpcompile.layout import join, take
 from tpcompile.local_group import LocalGroup
-from tpcompile.ops.equations import aten, tensors_of
+from tpcompile.op_call import OpCall, Result, cast, trained_call, weight_for
+from tpcompile.ops.equations import aten
 from tpcompile.rank_split import RankSplit, split_together
 from tpcompile.rule import SAMPLES, Rule, Spec, rule_for, rule_function, spec_text
 
@@ -27,9 +27,8 @@ def check_rule(
 ) -> int:
     """Prove the rule of an op by execution; the number of (factors, degree) splits that were run.
 
-    Of one call with `args` and `kwargs`, or of every sample that the rule was registered with.
-
-    Every factor that may be split is split 2 and 3 ways; outputs and gradients of the pieces,
+    Of one call with `args` and `kwargs`, or of every sample that the rule was registered with:
+    every factor that may be split is split 2 and 3 ways; outputs and gradients of the pieces,
     rejoined as the rule says, must be those of the op on the whole, in `dtype`. The op must be
     linear in each group of operands that the rule lists.
 
@@ -39,11 +38,11 @@ def check_rule(
     """
     if args is None:
         return sum(check_rule(op, *sample, dtype=dtype) for sample in _samples(op))
-    call = _Call(op, list(args), dict(kwargs or {}))
+    call = OpCall(op, list(args), dict(kwargs or {}))
     rule = rule_for(op, call.args, call.kwargs)
     if rule is None:
         return 0
-    call = _trained(call.with_tensors([_cast(x, dtype) for x in call.tensors()]))
+    call = trained_call(call.with_tensors([cast(x, dtype) for x in call.tensors()]))
     whole = call.run()
     sizes = _sizes(call, rule, whole.outs)
     tried = set()
@@ -69,109 +68,28 @@ def _samples(op: Any) -> list[tuple[list[Any], dict[str, Any]]]:
     """(args, kwargs) of every sample of an op."""
     makers = SAMPLES.get(op) or SAMPLES.get(str(op))
     if not makers:
-        raise InputError(
-            f"check_rule({op})",
-            "it has no samples" if rule_function(op) else "no rule is registered for it",
-            "register_rule(op, samples=[...]), or pass args=",
-        )
+        found = "it has no samples" if rule_function(op) else "no rule is registered for it"
+        fix = "register_rule(op, samples=[...]), or pass args="
+        raise InputError(f"check_rule({op})", found, fix)
     torch.manual_seed(0)
     drawn = [list(make()) for make in makers]
     return [(a, a.pop() if a and isinstance(a[-1], dict) else {}) for a in drawn]
 
 
-@dataclass(frozen=True)
-class _Result:
-    outs: list[Tensor]
-    grads: list[Tensor | None]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """An op, or its local rewrite, with its arguments."""
-
-    op: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    trained: frozenset[int] = frozenset()
-    """Operands whose gradients are compared."""
-
-    def tensors(self) -> list[Tensor]:
-        """Tensor operands in argument order, lists flattened."""
-        return tensors_of((*self.args, *self.kwargs.values()))
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "_Call":
-        """The same call on other tensors."""
-        it = iter(tensors)
-        args = [_replace(arg, it) for arg in self.args]
-        kwargs = {name: _replace(arg, it) for name, arg in self.kwargs.items()}
-        return replace(self, args=args, kwargs=kwargs)
-
-    def localized(self, rule: Rule, split: RankSplit) -> "_Call":
-        """The call to make on one rank."""
-        if rule.local is None:
-            return self
-        op, args, kwargs = rule.local(split, *self.args, **self.kwargs)
-        return _Call(op, list(args), dict(kwargs))
-
-    def run(
-        self,
-        weights: Callable[[int, Tensor], Tensor] | None = None,
-        localize: Callable[["_Call"], "_Call"] | None = None,
-    ) -> _Result:
-        """Outputs, and gradients of `sum(output * weight)` in every floating operand."""
-        leaves = [
-            t.detach().requires_grad_(i in self.trained) for i, t in enumerate(self.tensors())
-        ]
-        # In-place ops may not write to a leaf.
-        call = self.with_tensors([leaf.clone() for leaf in leaves])
-        call = localize(call) if localize else call
-        torch.manual_seed(0)
-        outs = tensors_of([call.op(*call.args, **call.kwargs)])
-        live = [(i, out) for i, out in enumerate(outs) if out.requires_grad]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        grads: dict[int, Tensor | None] = {}
-        if live and wanted:
-            found = torch.autograd.grad(
-                [out for _, out in live],
-                wanted,
-                [(weights or _weight)(i, out) for i, out in live],
-                allow_unused=True,
-            )
-            grads = {id(leaf): grad for leaf, grad in zip(wanted, found, strict=True)}
-        return _Result([out.detach() for out in outs], [grads.get(id(leaf)) for leaf in leaves])
-
-
-def _trained(call: _Call) -> _Call:
-    """The call with all operands trained that the op can differentiate with respect to."""
-    floating = [i for i, x in enumerate(call.tensors()) if x.is_floating_point() or x.is_complex()]
-
-    def works(trained: Iterable[int]) -> bool:
-        try:
-            replace(call, trained=frozenset(trained)).run()
-        except RuntimeError as error:
-            if "differentiable" in str(error) or "derivative" in str(error):
-                return False
-            raise
-        return True
-
-    trained = floating if works(floating) else [i for i in floating if works([i])]
-    return replace(call, trained=frozenset(trained))
-
-
 def _check_split(
-    call: _Call,
+    call: OpCall,
     rule: Rule,
-    whole: _Result,
+    whole: Result,
     sizes: Mapping[str, int],
     factors: frozenset[str],
     degree: int,
 ) -> None:
-    def on_rank(axis: tuple[str, int, int]) -> _Result:
+    def on_rank(axis: tuple[str, int, int]) -> Result:
         split = RankSplit(axis, sizes, factors)
         pieces = [_piece(x, split, spec) for x, spec in zip(call.tensors(), rule.ins, strict=True)]
 
         def weights(i: int, out: Tensor) -> Tensor:
-            return _piece(_weight(i, whole.outs[i]), split, rule.outs[i])
+            return _piece(weight_for(i, whole.outs[i]), split, rule.outs[i])
 
         return call.with_tensors(pieces).run(weights, lambda c: c.localized(rule, split))
 
@@ -191,7 +109,7 @@ def _check_split(
 
 
 def _check_gradients(
-    call: _Call, rule: Rule, whole: _Result, ranks: list[_Result], split: RankSplit
+    call: OpCall, rule: Rule, whole: Result, ranks: list[Result], split: RankSplit
 ) -> None:
     """Gradients of split operands are pieces; those of whole operands are partial sums."""
     for i, spec in enumerate(rule.ins):
@@ -222,7 +140,7 @@ def _rejoin(parts: list[Tensor], split: RankSplit, spec: Spec, is_sum: bool) -> 
     return torch.stack(parts).sum(0).to(parts[0].dtype) if is_sum else parts[-1]
 
 
-def _check_linear(call: _Call, rule: Rule, group: tuple[int, ...]) -> None:
+def _check_linear(call: OpCall, rule: Rule, group: tuple[int, ...]) -> None:
     """f(a + b) == f(a) + f(b), where a and b stand for all operands of the group."""
     generator = torch.Generator().manual_seed(1)
     base = call.tensors()
@@ -241,7 +159,7 @@ def _check_linear(call: _Call, rule: Rule, group: tuple[int, ...]) -> None:
         _compare(call, rule, f"linear in operands {group}: output {i}", x + y, z)
 
 
-def _sizes(call: _Call, rule: Rule, outs: Sequence[Tensor]) -> dict[str, int]:
+def _sizes(call: OpCall, rule: Rule, outs: Sequence[Tensor]) -> dict[str, int]:
     """Sizes of all factors; checks that the rule has the rank of every tensor and its sizes."""
     tensors = [*call.tensors(), *outs]
     specs = (*rule.ins, *rule.outs)
@@ -265,7 +183,7 @@ def _sizes(call: _Call, rule: Rule, outs: Sequence[Tensor]) -> dict[str, int]:
     return sizes
 
 
-def _compare(call: _Call, rule: Rule, what: str, found: Tensor, expected: Tensor) -> None:
+def _compare(call: OpCall, rule: Rule, what: str, found: Tensor, expected: Tensor) -> None:
     exact = expected.dtype in (torch.float64, torch.complex128)
     tolerance = 1e-9 if exact else 1e-5
     try:
@@ -276,7 +194,7 @@ def _compare(call: _Call, rule: Rule, what: str, found: Tensor, expected: Tensor
         raise _wrong(call, rule, what, str(error)) from None
 
 
-def _wrong(call: _Call, rule: Rule, what: str, found: str) -> RuleError:
+def _wrong(call: OpCall, rule: Rule, what: str, found: str) -> RuleError:
     shapes = ", ".join(str(list(t.shape)) for t in call.tensors())
     return RuleError(
         f"the rule of {call.op} on {shapes} is wrong: {what}.",
@@ -287,21 +205,3 @@ def _wrong(call: _Call, rule: Rule, what: str, found: str) -> RuleError:
 
 def _way(split: RankSplit) -> str:
     return f"factor {' and '.join(sorted(split.factors))} {split.axis[1]} ways"
-
-
-def _weight(i: int, out: Tensor) -> Tensor:
-    """Fixed random numbers of the shape of output i."""
-    generator = torch.Generator().manual_seed(i + 2)
-    return torch.randn(out.shape, generator=generator, dtype=out.dtype)
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.is_complex():
-        return x.to(dtype.to_complex())
-    return x.to(dtype) if x.is_floating_point() else x
-
-
-def _replace(arg: Any, tensors: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return next(tensors)
-    return [_replace(a, tensors) for a in arg] if isinstance(arg, (list, tuple)) else arg

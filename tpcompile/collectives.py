@@ -25,6 +25,7 @@ __all__ = [
     "all_to_all",
     "copy",
     "copy_many",
+    "pad",
     "reduce_scatter",
     "sharded_dropout",
     "split",
@@ -65,6 +66,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective("all_to_all", "S", "S", "all_to_all", "all_to_all"),
     Collective("to_partial", "R", "P", "first", "none"),
     Collective("to_partial", "R*", "P", "first", "first"),
+    Collective("pad", "S", "P", "pad", "take"),
 )
 
 _MOVES: dict[Move, Callable[[Tensor, Axis, Any, Any], Tensor]] = {
@@ -130,6 +132,14 @@ def to_partial(x: Tensor, axis: Axis, partial_grad: bool = False) -> Tensor:
     So a bias can be added to a partial sum, and the sum be reduced together with others.
     """
     return _convert(x, axis, "first", "first" if partial_grad else "none")
+
+
+def pad(x: Tensor, axis: Axis, dim: int, segments: Segments) -> Tensor:
+    """S -> P: the parts, each with zeros elsewhere, without traffic.
+
+    So a residual that is split can be added to partial sums, and all be reduced together.
+    """
+    return _convert(x, axis, "pad", "take", source=(dim % x.ndim, segments))
 
 
 def _convert(

@@ -115,6 +115,8 @@ class _Namer:
             names = ["kv_heads"] if grouped else names
             for leaf, name in zip(leaves, names, strict=False):
                 self.give(leaf, name, node)
+            if bound["h"].root() in self.atoms.units:
+                self.give(bound["h"], "heads", node)
         if "r" in bound:
             self.give(bound["r"], "q_per_kv", node)
         for factor in ("d", "e"):

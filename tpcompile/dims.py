@@ -4,7 +4,7 @@ Sizes are plain ints; a symbolic size is coded as a product of large primes (see
 divisibility of the codes is divisibility of the expressions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count, groupby
 from math import prod
 
@@ -179,9 +179,13 @@ def composite(parts: Sequence[Dim], *, product: bool) -> MaybeDim:
 
 
 class Atoms:
-    """Which leaves can split a dim, and how; memoised once naming is complete."""
+    """Which leaves can split a dim, and how; memoised once naming is complete.
 
-    def __init__(self) -> None:
+    A product in `units` (8 kv heads of 4 queries, on 16 ranks) may be split as if it were a leaf.
+    """
+
+    def __init__(self, units: Collection[Dim] = ()) -> None:
+        self.units = frozenset(units)
         self._atoms: dict[Dim, frozenset[Dim]] = {}
         self._leaves: dict[Dim, frozenset[Dim]] = {}
 
@@ -203,24 +207,29 @@ class Atoms:
                 twice |= seen & inside
                 seen |= inside
             ways = frozenset[Dim]().union(*(self.splitting(f) for f in root.factors))
-            return ways - twice
+            return (ways - twice) | (self.units & {root})
         if root.terms is not None:
             return frozenset.intersection(*(self.splitting(term) for term in root.terms))
         return frozenset((root,))
 
     def leaves(self, dim: MaybeDim) -> frozenset[Dim]:
-        """All leaves anywhere in the dim."""
+        """All leaves and units anywhere in the dim."""
         if dim is None:
             return frozenset()
         root = dim.root()
         if root not in self._leaves:
             parts = root.factors or root.terms
             self._leaves[root] = (
-                frozenset[Dim]().union(*(self.leaves(p) for p in parts))
+                frozenset[Dim]().union(self.units & {root}, *(self.leaves(p) for p in parts))
                 if parts
                 else frozenset((root,))
             )
         return self._leaves[root]
+
+    def torn(self, dim: MaybeDim) -> frozenset[Dim]:
+        """Units of which the dim has parts, but not the whole."""
+        inside = self.leaves(dim)
+        return frozenset(u for u in self.units - inside if inside & self.leaves(u))
 
 
 def ordered(dims: Iterable[Dim]) -> list[Dim]:
@@ -252,10 +261,34 @@ def segments_of(dim: Dim, atom: Dim) -> Segments:
 
 
 def contains(dim: Dim, atom: Dim) -> bool:
-    """Whether `atom` is a leaf of `dim`."""
+    """Whether `atom` is the dim or anywhere in it."""
     root = dim.root()
-    parts = root.factors or root.terms
-    return root is atom if parts is None else any(contains(p, atom) for p in parts)
+    parts = root.factors or root.terms or ()
+    return root is atom or any(contains(p, atom) for p in parts)
+
+
+def has_sum_beyond(dim: Dim, inner: Collection[Dim]) -> bool:
+    """Whether a dim has a sum in it of more than `inner`: the segments of a fused weight."""
+    root = dim.root()
+    if root.terms is not None and not Atoms().leaves(root) <= set(inner):
+        return True
+    return any(has_sum_beyond(part, inner) for part in root.factors or root.terms or ())
+
+
+def units_in(dim: MaybeDim, degree: int) -> set[Dim]:
+    """Products anywhere in a dim that `degree` ranks can share although none of their leaves can.
+
+    >>> kv, each, d = Dim(8), Dim(4), Dim(128)
+    >>> heads = composite([kv, each], product=True)
+    >>> units_in(composite([heads, d], product=True), 16) == {heads}
+    True
+    """
+    if dim is None:
+        return set()
+    root = dim.root()
+    found = {each for part in root.factors or root.terms or () for each in units_in(part, degree)}
+    small = root.factors is not None and all(leaf.size < degree for leaf in Atoms().leaves(root))
+    return found | ({root} if small and root.size >= degree else set())
 
 
 def plain_name(dim: Dim) -> str:

@@ -2,6 +2,7 @@
 
 import operator
 
+import torch
 from torch import fx
 
 from tpcompile.dims import Atoms, Dim
@@ -35,7 +36,45 @@ def facts_of(program: Program) -> Facts:
                 facts.only_parameters.add(node)
         elif node.op == "call_function":
             _derive(node, facts, program)
+    _find_selecting(program, facts)
     return facts
+
+
+def _find_selecting(program: Program, facts: Facts) -> None:
+    """Note the linears from which only maps, views and reductions lead to a selection.
+
+    Not heads over a vocabulary, whose choice is an output.
+    """
+    waiting = [n for call in program.calls() if _selects(call) for n in operands(call)[:1]]
+    seen: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node not in facts.from_parameters or node.op == "placeholder":
+            continue
+        seen.add(node)
+        rule = node.meta.get("rule")
+        weights = [n for n in operands(node) if n in facts.only_parameters and _is_matrix(n)]
+        if node.target is operator.getitem:
+            waiting.append(node.args[0])  # type: ignore[arg-type]
+        elif rule is not None and rule.contracted() and weights:
+            if not _is_vocab(weights, program):
+                facts.selecting.add(node)
+        elif rule is None or len(operands(node)) < 2 or not rule.contracted():
+            waiting += operands(node)
+
+
+def _selects(node: fx.Node) -> bool:
+    return str(node.target).startswith(("aten.topk", "aten.sort", "aten.argsort"))
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    return node.meta["val"].ndim >= 2
+
+
+def _is_vocab(weights: list[fx.Node], program: Program) -> bool:
+    tables = program.calls(torch.ops.aten.embedding.default)
+    rows = {int(operands(table)[0].meta["val"].shape[0]) for table in tables}
+    return any(size in rows for weight in weights for size in weight.meta["val"].shape)
 
 
 def _derive(node: fx.Node, facts: Facts, program: Program) -> None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from tpcompile.errors import CaptureError
 from tpcompile.parameters import slots
 from tpcompile.plan import Plan, PlannedParameter
 from tpcompile.planning import block_paths
 from tpcompile.program import Program
+from tpcompile.structure import flatten, is_tensor
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -134,9 +134,9 @@ def _kept_as_it_is(model: nn.Module) -> Iterator[None]:
 
 
 def _leaves(call: Call) -> Call:
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), call
-    )
+    tensors, structure, _ = flatten(call, is_tensor)
+    kept = (t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
+    return structure.unflatten(kept)
 
 
 def _shares_parameters(model: nn.Module, block: nn.Module) -> bool:

@@ -142,15 +142,8 @@ def plan(
     dumps: bool = False,
 ) -> Program:
     """Decide and insert: a normalized program to one with placements and collectives."""
-    forced = sequence_parallel is True
-    output_byte = 1e-6 if forced else 0.0
     program.extra.update(
-        cost=CostModel(
-            size,
-            hardware,
-            output_byte=output_byte,
-            split_light=sequence_parallel is not False,
-        ),
+        cost=CostModel(size, hardware, split_light=sequence_parallel is not False),
         sequence_parallel=sequence_parallel,
         outputs=outputs,
         pins=(pins or {}) if size > 1 else {},  # one rank holds everything, pinned or not

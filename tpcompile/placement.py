@@ -43,6 +43,7 @@ SPLIT = Step("split", "", "all_gather")
 SPLIT_STAR = Step("split", "", "", partial_grad=True)
 ALL_TO_ALL = Step("all_to_all", "all_to_all", "all_to_all")
 
+PAD = Step("pad")
 TO_PARTIAL = Step("to_partial")
 TO_PARTIAL_STAR = Step("to_partial", partial_grad=True)
 
@@ -56,6 +57,7 @@ _STEPS: dict[tuple[str, str], tuple[Step, ...]] = {
     ("P", "R"): (ALL_REDUCE,),
     ("P", "R*"): (ALL_REDUCE, COPY),
     ("P", "S"): (REDUCE_SCATTER,),
+    ("S", "P"): (PAD,),
     ("S", "R"): (GATHER,),
     ("S", "R*"): (GATHER_STAR,),
 }
@@ -93,7 +95,7 @@ def conversion_ticks(value: Value, have: State, need: State, cost: CostModel) ->
         return INFINITE
     if not steps:
         return 0.0
-    if value.is_weight and any(step.forward not in ("", "all_reduce") for step in steps):
+    if value.is_weight and any(s is PAD or s.forward not in ("", "all_reduce") for s in steps):
         return INFINITE
     return sum(step_ticks(value, step, cost) for step in steps)
 
@@ -101,6 +103,8 @@ def conversion_ticks(value: Value, have: State, need: State, cost: CostModel) ->
 def step_ticks(value: Value, step: Step, cost: CostModel) -> float:
     """Picoseconds of one conversion node."""
     total = cost.collective(step.forward, value.nbytes) if step.forward else 0.0
+    if step is PAD:
+        total += value.nbytes / cost.hardware.memory_bandwidth
     if value.trained and step.backward:
         bucket = value.is_parameter and step is COPY
         total += (

@@ -79,8 +79,14 @@ class Problem:
             extra["weights"],
             extra["width"],
             allow_stream=extra["sequence_parallel"] is not False,
+            atoms=extra["atoms"],
         )
         self.pins: dict[str, Pin] = extra.get("pins", {})
+        leaves = self.program.leaves
+        self.choices.pinned = {
+            n for n in self.program.placeholders("parameter") if leaves[n.name].name in self.pins
+        }
+        self.choices.find_inner(self.program.calls())
         self.variable: dict[fx.Node, int] = {}
         self.strategies: dict[fx.Node, list[Strategy]] = {}
         self.states: dict[fx.Node, list[State]] = {}

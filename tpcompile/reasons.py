@@ -59,11 +59,23 @@ def _by_rule(node: fx.Node, atom: Dim, choices: Choices) -> str:
     ):
         if any(f in bound and contains(bound[f], atom) for f in factors):
             return why
+    if atom in choices.unnatural(node, rule):
+        return _unnatural(node, atom, choices)
     if atom is choices.width:
         return f"{name}, the width of the residual stream, is split by linear layers only"
     if atom not in choices.weights:
         return f"{name} is in no weight matrix, and only sequence parallelism splits such a dim"
     return f"{name} occurs in several of its dims"
+
+
+def _unnatural(node: fx.Node, atom: Dim, choices: Choices) -> str:
+    if node in choices.facts.selecting:
+        return "it feeds a selection (top-k or sort), which all ranks must make alike"
+    if atom is choices.width:
+        return (
+            f"{text_of(atom)} is the width of the residual stream, which is whole where it is read"
+        )
+    return f"attention needs {text_of(atom)} whole; its heads are what is split"
 
 
 def unsplit(node: fx.Node, dim: MaybeDim, choices: Choices) -> str:

@@ -1,18 +1,18 @@
 """What each op may do: replicate, pass partial sums or partial gradients through, split a dim."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import fx
 
 from tpcompile.cost import CostModel, ticks
-from tpcompile.dims import Atoms, Dim, MaybeDim, ordered, segments_of
+from tpcompile.dims import Atoms, Dim, MaybeDim, has_sum_beyond, ordered, segments_of
 from tpcompile.layout import share
 from tpcompile.placement import STAR, P, R, State
 from tpcompile.program import operands, values
-from tpcompile.rule import DimSpec, Rule
+from tpcompile.rule import DimSpec, Rule, factors_of
 from tpcompile.sizes import Sizes
 from tpcompile.work import Work
 
@@ -45,6 +45,8 @@ class Facts:
     """Nodes whose value depends on a parameter."""
     only_parameters: set[fx.Node]
     """Nodes computed from parameters (and constants) alone."""
+    selecting: set[fx.Node] = field(default_factory=set)
+    """Linears whose outputs a top-k or a sort reads: routers."""
 
 
 @dataclass
@@ -61,10 +63,13 @@ class Choices:
     width: Dim | None = None
     """Width of the residual stream."""
     allow_stream: bool = True
-    atoms: Atoms = None  # type: ignore[assignment]
+    atoms: Atoms = field(default_factory=Atoms)
+    pinned: set[fx.Node] = field(default_factory=set)
+    """Parameters whose placement a user asks for."""
+    inner: set[Dim] = field(default_factory=set)
+    """See `find_inner`."""
 
     def __post_init__(self) -> None:
-        self.atoms = self.atoms or Atoms()
         self._usable: dict[Dim, str] = {}
         self._hints: dict[Dim, int] = {}
 
@@ -134,6 +139,7 @@ class Choices:
                     continue
                 inside = self.atoms.leaves(dim)
                 refused |= (seen & inside) | (inside - self.atoms.splitting(dim))
+                refused |= self.atoms.torn(dim)
                 seen |= inside
                 leaves.update(dict.fromkeys(ordered(inside)))
         bound: dict[str, Dim] = node.meta["bound"]
@@ -150,6 +156,8 @@ class Choices:
         if self._is_table(node, leaves):
             refused.add(self.width)  # type: ignore[arg-type]
         contracts = self._is_weight_contraction(node, rule)
+        if contracts and not self.pinned.intersection(operands(node)):
+            refused |= self.unnatural(node, rule)
         if not contracts and not all(n in self.facts.only_parameters for n in operands(node)):
             # A residual stream split by width would save what one split by sequence saves, for
             # small all-reduces in every norm; only a column parallel linear may make one.
@@ -163,6 +171,44 @@ class Choices:
             and not (stream and atom not in self.weights)
             and _is_diagonal(rule, bound, atom, self.atoms)
         ]
+
+    def unnatural(self, node: fx.Node, rule: Rule) -> set[Dim]:
+        """Named dims that a linear may be split by, but for little memory and much traffic."""
+        bound: dict[str, Dim] = node.meta["bound"]
+        inside = {f: self.atoms.leaves(dim) for f, dim in bound.items()}
+        if node in self.facts.selecting:
+            # Sums in another order may round to another choice, and ranks must choose alike.
+            return {atom for atoms in inside.values() for atom in atoms if atom in self.weights}
+        if any(has_sum_beyond(dim, self.inner) for dim in bound.values()):
+            return set()  # a fused weight has few ways
+        found = self.inner & frozenset[Dim]().union(*inside.values())
+        if any(self.width in inside[f] for f in rule.contracted() if f in inside):
+            found.add(self.width)  # type: ignore[arg-type]
+        return found
+
+    def find_inner(self, nodes: Iterable[fx.Node]) -> None:
+        """Note dims that attention needs whole or sums over, where its heads can be split.
+
+        With fewer key heads than ranks a key's weight is rather kept whole than its width split.
+        """
+        found: set[Dim] = set()
+        for node in nodes:
+            rule: Rule | None = node.meta.get("rule")
+            inputs = operands(node)
+            if rule is None or any(n in self.facts.only_parameters for n in inputs):
+                continue
+            if str(node.target).startswith("aten.scaled_dot_product"):
+                summed = {"d", "e"}
+            else:
+                both = [factors_of([spec]) for spec in rule.ins]
+                summed = both[0] & both[1] & rule.contracted() if len(both) == 2 else set()
+            bound: dict[str, Dim] = node.meta["bound"]
+            inner = {a for f in summed if f in bound for a in self.atoms.leaves(bound[f])}
+            dims = [n.meta["dims"][0] for n in inputs]
+            ways = self.candidates(node, rule, dims, node.meta["dims"])
+            if any(atom in self.weights and atom not in inner for atom in ways):
+                found |= inner & self.weights
+        self.inner = found
 
     def _is_table(self, node: fx.Node, leaves: Iterable[Dim]) -> bool:
         """Whether an embedding has rows to split: then it is vocabulary parallel.
