@@ -26,7 +26,7 @@ test-slow: .venv/test.stamp
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 coverage: .venv/test.stamp
-	$(BIN)/python tests/coverage.py
+	$(BIN)/python tests/coverage_page.py
 
 # Pyright cannot follow an editable install with mapped folders, so it reads what a user installs.
 lint: .venv/hf.stamp .venv/lint.stamp

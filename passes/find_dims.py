@@ -2,11 +2,16 @@
 
 from collections import Counter
 
+import torch
+from torch import fx
+
+from tpcompile.attention import inner_dims
 from tpcompile.dim_names import give_names
-from tpcompile.dims import Atoms, Dim, units_in
+from tpcompile.dims import Atoms, Dim
 from tpcompile.facts import batch_dims, facts_of, weight_dims
-from tpcompile.program import Program
+from tpcompile.program import Program, operands
 from tpcompile.strategies import Facts
+from tpcompile.units import units_in
 
 
 def find_dims(program: Program) -> Program:
@@ -29,16 +34,20 @@ def find_dims(program: Program) -> Program:
 
 def _units(program: Program, weights: set[Dim], atoms: Atoms) -> set[Dim]:
     """Products of weights' leaves that the ranks can share only as a whole."""
-    degree = program.extra["cost"].size
+    cost = program.extra.get("cost")
+    if cost is None:  # for naming alone
+        return set()
     dims = [dim for node in program.placeholders("parameter") for dim in node.meta["dims"][0]]
-    found = set[Dim]().union(*(units_in(dim, degree) for dim in dims))
-    return {unit for unit in found if atoms.leaves(unit) <= weights}
+    found = set[Dim]().union(*(units_in(dim, cost.size) for dim in dims))
+    facts: Facts = program.extra["facts"]
+    inner = set[Dim]().union(*(inner_dims(node, facts, atoms) for node in program.calls()))
+    return {unit for unit in found if atoms.leaves(unit) <= weights - inner}
 
 
 def _width(program: Program, atoms: Atoms, facts: Facts) -> Dim | None:
     """The width of the residual stream: the leaf that occurs in most weight matrices, if one does.
 
-    Two matrices are not enough: the inner dim of an MLP without a residual is in two.
+    And in a sum of two values, which the inner dim of an MLP without a residual does not.
     """
     counts: Counter[Dim] = Counter()
     for node in program.placeholders("parameter"):
@@ -46,4 +55,17 @@ def _width(program: Program, atoms: Atoms, facts: Facts) -> Dim | None:
         if node in facts.only_parameters and len(dims) >= 2:
             counts.update({leaf for dim in dims for leaf in atoms.leaves(dim)})
     first, second = [*counts.most_common(2), (None, 0), (None, 0)][:2]
-    return first[0] if first[1] > max(second[1], 2) else None
+    if first[0] is None or first[1] <= max(second[1], 2):
+        return None
+    sums = (node for node in program.calls(_ADD) if _is_of_two(node, facts))
+    summed = (d for node in sums for d in node.meta["dims"][0][-1:])
+    return first[0] if any(first[0] in atoms.leaves(dim) for dim in summed) else None
+
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+def _is_of_two(node: fx.Node, facts: Facts) -> bool:
+    """Whether a call has two operands that depend on the input and on parameters."""
+    values = [n for n in operands(node) if n in facts.from_parameters]
+    return len(values) == 2 and not any(n in facts.only_parameters for n in values)

@@ -98,9 +98,9 @@ def test_layouts_fill_the_node_with_tensor_parallelism_then_stages():
 
 @pytest.fixture(scope="module")
 def small() -> Advice:
-    """A Llama of two blocks on a machine that has room for half of it."""
+    """A Llama of two blocks on a machine that has room for two thirds of it."""
     example = models.llama(num_hidden_layers=2)
-    machine = replace(ROUND, memory=0.3e6, launch=0.0, memory_bandwidth=1e12)
+    machine = replace(ROUND, memory=0.45e6, launch=0.0, memory_bandwidth=1e12)
     return tpcompile.advise(
         example.model, example.inputs, hardware=machine, degrees=(1, 2, 4, 16), gpus=4
     )

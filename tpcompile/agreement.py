@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ def agree(
     asked: str,
     decide: Callable[[], Decision],
     prints_of: Callable[[Decision], dict[str, str]],
+    programs_of: Callable[[Decision], Iterable[Program]],
     group: dist.ProcessGroup,
 ) -> Decision:
     """What `decide` returns, after every rank of the group decided the same.
@@ -34,6 +35,7 @@ def agree(
         asked: What is being done, for errors.
         decide: May fail.
         prints_of: Fingerprints of a decision by name, in order of importance.
+        programs_of: What to dump where ranks decide otherwise.
         group: Of the axis.
 
     Raises:
@@ -65,7 +67,9 @@ def agree(
         try:
             _compare(everyone[0][1], theirs, rank, asked)
         except RankMismatchError:
-            recording.write_disagreement(decision, group.rank())
+            assert decision is not None
+            for program in programs_of(decision):
+                recording.write_disagreement(program, group.rank())
             raise
     assert decision is not None
     return decision

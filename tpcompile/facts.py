@@ -120,4 +120,6 @@ def weight_dims(program: Program, atoms: Atoms, facts: Facts) -> set[Dim]:
             if source in facts.only_parameters and len(dims) >= 2:
                 for dim in dims:
                     found |= atoms.leaves(dim)
-    return found
+    # Not what a parameter is spread over before it is contracted, such as the sequence.
+    parameters = (n.meta["dims"][0] for n in program.placeholders("parameter"))
+    return found & {leaf for dims in parameters for dim in dims for leaf in atoms.leaves(dim)}

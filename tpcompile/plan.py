@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tpcompile.dims import Dim, contains
 from tpcompile.errors import ShardingError
 from tpcompile.placement import state_text
 from tpcompile.plan_text import json_text, placement_from, placement_text
-from tpcompile.program import Program
+from tpcompile.program import Program, operands
 from tpcompile.storage import ParamLayout
 
 VERSION = 1
@@ -238,7 +238,7 @@ def style_of(node: Any, state: Any) -> str:
     """The Megatron name of a parameter's placement, from how its readers use the split dim."""
     if not isinstance(state, Dim):
         return "replicated"
-    for user in node.users:
+    for user in _uses(node):
         rule = user.meta.get("rule")
         if rule is None:
             continue
@@ -247,6 +247,16 @@ def style_of(node: Any, state: Any) -> str:
             return "vocab" if "embedding" in str(user.target) else "row"
         return "column"
     return "split"
+
+
+def _uses(node: Any) -> Iterator[Any]:
+    """Calls that read a weight, also by way of a transpose or a view."""
+    for user in node.users:
+        turned = user.op == "call_function" and len(operands(user)) == 1
+        if turned and user.meta.get("rule") is not None and not user.meta["rule"].contracted():
+            yield from _uses(user)
+        else:
+            yield user
 
 
 def _fold(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from tpcompile.attention import avoidable
 from tpcompile.cost import CostModel, bytes_of, ticks
 from tpcompile.dims import Dim, ordered
 from tpcompile.facts import facts_of
@@ -86,7 +87,7 @@ class Problem:
         self.choices.pinned = {
             n for n in self.program.placeholders("parameter") if leaves[n.name].name in self.pins
         }
-        self.choices.find_inner(self.program.calls())
+        self.choices.inner = avoidable(self.program.calls(), self.choices)
         self.variable: dict[fx.Node, int] = {}
         self.strategies: dict[fx.Node, list[Strategy]] = {}
         self.states: dict[fx.Node, list[State]] = {}

@@ -75,6 +75,7 @@ class Recapture:
                 asked,
                 lambda: self._plan(args, kwargs),
                 lambda program: {"plan": digest(program)},
+                lambda program: [program],
                 self.group,
             )
             pipeline.local(program, self.axis)

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -38,11 +37,9 @@ def write_planned(program: Program) -> None:
                 _write(folder_for(program) / f"planned.{form}", form_of(program, form))
 
 
-def write_disagreement(decision: Any, rank: int) -> None:
+def write_disagreement(program: Program, rank: int) -> None:
     """Write what this rank has planned, where ranks have planned different things."""
-    parts = decision if isinstance(decision, tuple) else (decision,)
-    program = next((each for each in parts if isinstance(each, Program)), None)
-    if program is None or not is_on():
+    if not is_on():
         return
     for number, stage in enumerate(program.extra.get("stages", [])):
         _write(folder_for(program) / f"rank{rank}" / f"{number:02}_{stage.name}.txt", stage.dump)

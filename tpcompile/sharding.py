@@ -104,6 +104,7 @@ def shard(
         f"shard {type(model).__name__}",
         decide,
         lambda made: fingerprints(model, *made[:2], made[2].programs()),
+        lambda made: made[2].programs().values(),
         submesh.get_group(),
     )
     _install(model, parts, submesh, optimizer, passes, options)

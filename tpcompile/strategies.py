@@ -8,12 +8,13 @@ import torch
 from torch import fx
 
 from tpcompile.cost import CostModel, ticks
-from tpcompile.dims import Atoms, Dim, MaybeDim, has_sum_beyond, ordered, segments_of
+from tpcompile.dims import Atoms, Dim, MaybeDim, ordered, segments_of
 from tpcompile.layout import share
 from tpcompile.placement import STAR, P, R, State
 from tpcompile.program import operands, values
-from tpcompile.rule import DimSpec, Rule, factors_of
+from tpcompile.rule import DimSpec, Rule
 from tpcompile.sizes import Sizes
+from tpcompile.units import has_sum_beyond
 from tpcompile.work import Work
 
 _PREFER_WHOLE = 100.0
@@ -67,7 +68,7 @@ class Choices:
     pinned: set[fx.Node] = field(default_factory=set)
     """Parameters whose placement a user asks for."""
     inner: set[Dim] = field(default_factory=set)
-    """See `find_inner`."""
+    """Dims that attention needs whole or sums over (see `attention`)."""
 
     def __post_init__(self) -> None:
         self._usable: dict[Dim, str] = {}
@@ -185,30 +186,6 @@ class Choices:
         if any(self.width in inside[f] for f in rule.contracted() if f in inside):
             found.add(self.width)  # type: ignore[arg-type]
         return found
-
-    def find_inner(self, nodes: Iterable[fx.Node]) -> None:
-        """Note dims that attention needs whole or sums over, where its heads can be split.
-
-        With fewer key heads than ranks a key's weight is rather kept whole than its width split.
-        """
-        found: set[Dim] = set()
-        for node in nodes:
-            rule: Rule | None = node.meta.get("rule")
-            inputs = operands(node)
-            if rule is None or any(n in self.facts.only_parameters for n in inputs):
-                continue
-            if str(node.target).startswith("aten.scaled_dot_product"):
-                summed = {"d", "e"}
-            else:
-                both = [factors_of([spec]) for spec in rule.ins]
-                summed = both[0] & both[1] & rule.contracted() if len(both) == 2 else set()
-            bound: dict[str, Dim] = node.meta["bound"]
-            inner = {a for f in summed if f in bound for a in self.atoms.leaves(bound[f])}
-            dims = [n.meta["dims"][0] for n in inputs]
-            ways = self.candidates(node, rule, dims, node.meta["dims"])
-            if any(atom in self.weights and atom not in inner for atom in ways):
-                found |= inner & self.weights
-        self.inner = found
 
     def _is_table(self, node: fx.Node, leaves: Iterable[Dim]) -> bool:
         """Whether an embedding has rows to split: then it is vocabulary parallel.
