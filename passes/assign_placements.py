@@ -14,6 +14,7 @@ from tpcompile.solver import Infeasible
 _OUTPUT_BYTE = (0.0, 1e-10, 1e-8, 1e-6)
 """Prices of whole outputs, the lowest first that makes a plan sequence parallel when asked for."""
 _MOST = 0.75
+"""Of the ops on the residual stream; between two norms of a block there are always some whole."""
 
 
 def assign_placements(program: Program) -> Program:
@@ -25,28 +26,31 @@ def assign_placements(program: Program) -> Program:
     One variable per parameter, per op that depends on one, and per value with several readers;
     costs are seconds of compute, of conversions and of resident bytes. Exact (see `solver`).
     """
-    forced = program.extra["sequence_parallel"] is True
     cost: CostModel = program.extra["cost"]
-    for price in _OUTPUT_BYTE if forced else (0.0,):
+    best = -1.0
+    for price in _OUTPUT_BYTE if program.extra["sequence_parallel"] is True else (0.0,):
         program.extra["cost"] = replace(cost, output_byte=price)
         problem = Problem(program)
         try:
             solution = problem.solve()
         except Infeasible as error:
             raise _conflict(problem, error) from error
-        program.extra["assignment"] = problem.assignment(solution)
-        if _splits_stream(program):
+        plan = problem.assignment(solution)
+        share = _split_share(program, plan)
+        if share > best:
+            best, kept = share, (program.extra["cost"], plan, solution.exact)
+        if share >= _MOST:
             break
-    if not solution.exact:
+    program.extra["cost"], program.extra["assignment"], exact = kept
+    if not exact:
         program.notes.append(
             "the plan is a cheap one, not proved the cheapest: layers share weights"
         )
     return program
 
 
-def _splits_stream(program: Program) -> bool:
-    """Whether most of what is done to the residual stream is done to parts of it."""
-    plan: Assignment = program.extra["assignment"]
+def _split_share(program: Program, plan: Assignment) -> float:
+    """Of what is done to the residual stream, how much is done to parts of it."""
     width, weights = program.extra["width"], program.extra["weights"]
     leaves, unusable = plan.choices.atoms.leaves, plan.choices.unusable
     split = []
@@ -58,7 +62,7 @@ def _splits_stream(program: Program) -> bool:
         has_stream = any(atom not in weights and not unusable(atom) for atom in atoms)
         if has_stream and (width is None or width in atoms):
             split.append(strategy.split is not None or P in strategy.outs)
-    return sum(split) >= _MOST * len(split)
+    return sum(split) / len(split) if split else 1.0
 
 
 def _conflict(problem: Problem, error: Infeasible) -> Exception:

@@ -29,8 +29,7 @@ def certify_cost(program: Program) -> Program:
             what = node.meta["conversion"]
             total += step_ticks(what.value, what.step, cost)
     program.extra["certificate"] = (plan.ticks, total)
-    changed = {"insert_collectives", "eliminate_redundant"} & program.extra["own_passes"].keys()
-    assert changed or total <= plan.ticks, (
-        f"the graph costs {total} ps, the solver said {plan.ticks}"
-    )
+    own = program.extra.get("own_passes", {}).keys()
+    if not own & {"assign_placements", "insert_collectives", "eliminate_redundant"}:
+        assert total <= plan.ticks, f"the graph costs {total} ps, the solver said {plan.ticks}"
     return program

@@ -10,7 +10,7 @@ from tpcompile.cost import CostModel
 from tpcompile.placement import R, State, Step, Value, normal, steps_between
 from tpcompile.problem import Assignment
 from tpcompile.program import Program, operands
-from tpcompile.readers import conversion_cost, delivered_path, describe, reader_trained, readers_of
+from tpcompile.readers import Delivery, delivered_path, describe, reader_trained, readers_of
 from tpcompile.strategies import Facts
 
 FUNCTIONS: dict[str, Callable[..., object]] = {
@@ -56,8 +56,10 @@ def insert_collectives(program: Program) -> Program:
         value = replace(value, trained=any(flags))
         for (reader, slot), flag in zip(readers, flags, strict=True):
             mine = replace(value, trained=flag)
-            need = _need(reader, slot, plan, mine, have, plan.delivered.get(key))
-            path = delivered_path(mine, have, plan.delivered.get(key), need, cost)
+            dims = key[0].meta["dims"][key[1]]
+            delivery = Delivery(mine, dims, have, plan.delivered.get(key), cost)
+            need = _need(reader, slot, plan, delivery)
+            path = delivered_path(delivery, need)
             source = operands(reader)[slot]
             converted = _convert(program, source, reader, have, path, mine, value)
             if converted is not source:
@@ -73,23 +75,12 @@ def state_of(key: tuple[fx.Node, int], plan: Assignment) -> State:
     return plan.parameters.get(node, R)
 
 
-def _need(
-    reader: fx.Node,
-    slot: int,
-    plan: Assignment,
-    value: Value,
-    have: State,
-    shared: State | None,
-) -> State:
+def _need(reader: fx.Node, slot: int, plan: Assignment, delivery: Delivery) -> State:
     """What the reader's strategy asks for; of what suits the output, what costs least."""
     strategy = plan.strategies.get(reader)
     if strategy is not None:
         return strategy.ins[slot]
-    cost = plan.choices.cost
-    return min(
-        plan.problem.needs(reader, slot),
-        key=lambda need: conversion_cost(value, have, shared, need, cost),
-    )
+    return min(plan.problem.needs(reader, slot), key=delivery.total)
 
 
 def _convert(

@@ -73,7 +73,8 @@ def _split(program: Program, path: str, nodes: list[fx.Node]) -> BlockGraph:
 
 def _relative(program: Program, node: fx.Node, path: str) -> str:
     name = program.leaves[node.name].name
-    return name.removeprefix(path + ".").replace(".", "_")
+    own = name.removeprefix(path + ".").replace(".", "_")
+    return own if own.isidentifier() else f"p{own}"  # children of nn.Sequential are numbers
 
 
 def _replace(

@@ -189,7 +189,7 @@ ShardingError: plan= asks for 'up.weight' as Shard(0) on 2 ranks.
         """\
 UnsupportedOpError: strict=True asks that every op has a sharding rule
   there is none for aten.linalg_matrix_exp.default in the root
-  fix: register a rule (tpcompile.rule.rule), or drop strict=True to replicate them""",
+  fix: register a rule (tpcompile.register_rule), or drop strict=True to replicate them""",
     ),
     "sequence parallel": (
         lambda: failure(MLP(), mesh(), X, sequence_parallel="yes"),

@@ -20,6 +20,7 @@ from .capture_watch import Watch, user_line, watch_forward
 from .errors import CaptureError
 from .program import Program
 from .quiet import quiet
+from .refusals import check_module
 from .structure import Structure, flatten, is_tensor
 
 __all__ = ["capture", "flatten_inputs", "unflatten_output"]
@@ -38,6 +39,7 @@ def capture(
         InputError: The arguments do not fit the forward's signature.
         CaptureError: The forward cannot be traced into one graph.
     """
+    check_module(model)
     tensors, structure, names = bind_inputs(model, args, kwargs)
     attempts = [(True, False), (False, False), (True, True), (False, True)]
     first = plain = None

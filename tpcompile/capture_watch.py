@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .custom_function import elementwise_op
 from .errors import CaptureError
-from .torch_private import checkpoint_hook, set_checkpoint_hook
+from .refusals import refuse_while_tracing
+from .torch_private import apply_function, checkpoint_hook, set_checkpoint_hook, set_function_apply
 
 SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 """Files that are not the user's model: torch, this package, generated code."""
@@ -39,33 +40,35 @@ def watch_forward(model: nn.Module) -> Iterator[Watch]:
     """
     watch = Watch()
     before = [(name, module, _attributes(module)) for name, module in model.named_modules()]
-    function: Any = torch.autograd.Function
-    hook, apply = checkpoint_hook(), vars(function)["apply"]
+    containers = [pair for module in model.modules() for pair in _containers(module)]
+    hook = checkpoint_hook()
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
         watch.checkpointed = True
         return hook(*args, **kwargs)
 
-    def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def guarded_apply(cls: Any, *args: Any) -> Any:
         if cls is CheckpointFunction:
             watch.checkpointed = True
             return args[0](*args[2:])
         if cls.__module__.startswith("torch."):
-            return apply.__get__(None, cls)(*args, **kwargs)
-        op = None if kwargs else elementwise_op(cls, args)
+            return apply_function(cls, *args)
+        op = elementwise_op(cls, args)
         if op is None:
             raise _function_error(cls)
         return op([arg for arg in args if isinstance(arg, Tensor)])
 
     set_checkpoint_hook(checkpoint)
-    function.apply = classmethod(guarded_apply)
+    set_function_apply(guarded_apply)
     try:
-        yield watch
+        with refuse_while_tracing(calling_line):
+            yield watch
     finally:
-        function.apply = apply
+        set_function_apply(None)
         set_checkpoint_hook(hook)
         for name, module, attributes in before:
             watch.assigned += _restore(name, module, attributes)
+        _refill(containers)
 
 
 def user_line(error: BaseException) -> str:
@@ -122,6 +125,25 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         k: dict(v) if _is_registry(k) and isinstance(v, dict) else v
         for k, v in vars(module).items()
     }
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Plain dicts and lists of a module, such as caches, with copies of them."""
+    return [
+        (v, v.copy())
+        for k, v in vars(module).items()
+        if type(v) in (dict, list) and not _is_registry(k)
+    ]
+
+
+def _refill(containers: list[tuple[Any, Any]]) -> None:
+    """Take out again what a trace has put in: its tensors are of no use later."""
+    for container, copy in containers:
+        if isinstance(container, dict):
+            container.clear()
+            container.update(copy)
+        else:
+            container[:] = copy
 
 
 def _restore(name: str, module: nn.Module, attributes: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from tpcompile.ops.equations import aten
 from tpcompile.rank_split import RankSplit, split_together
 from tpcompile.rule import SAMPLES, Rule, Spec, rule_for, rule_function, spec_text
 
+_NO_RULE = "no rule is registered for it"
 UNDEFINED = frozenset(aten("empty.memory_format empty_like new_empty"))
 """Ops whose values mean nothing; only shapes are compared."""
 
@@ -41,7 +42,8 @@ def check_rule(
     call = OpCall(op, list(args), dict(kwargs or {}))
     rule = rule_for(op, call.args, call.kwargs)
     if rule is None:
-        return 0
+        found = "its rule says nothing of such a call" if rule_function(op) else _NO_RULE
+        raise InputError(f"check_rule({op})", found, "register_rule(op), or pass other args=")
     call = trained_call(call.with_tensors([cast(x, dtype) for x in call.tensors()]))
     whole = call.run()
     sizes = _sizes(call, rule, whole.outs)
@@ -68,7 +70,7 @@ def _samples(op: Any) -> list[tuple[list[Any], dict[str, Any]]]:
     """(args, kwargs) of every sample of an op."""
     makers = SAMPLES.get(op) or SAMPLES.get(str(op))
     if not makers:
-        found = "it has no samples" if rule_function(op) else "no rule is registered for it"
+        found = "it has no samples" if rule_function(op) else _NO_RULE
         fix = "register_rule(op, samples=[...]), or pass args="
         raise InputError(f"check_rule({op})", found, fix)
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ A conversion moves one value on one mesh axis from a state to another; its backw
 conversion back, of the gradient.  An axis of size 1 makes each of them the identity.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from tpcompile import wire
+from tpcompile.errors import TpcompileError
 from tpcompile.layout import Segments
 from tpcompile.local_group import Axis
+from tpcompile.torch_private import is_batched
 from tpcompile.vocab import sharded_dropout, vocab_cross_entropy, vocab_embedding
 from tpcompile.wire import Layout
 
@@ -173,8 +175,22 @@ class _Conversion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        _check_first_order(grads)
         grad = _MOVES[ctx.move](grads[0], ctx.axis, ctx.target, ctx.source)
         return grad, None, None, None, None, None
+
+
+def _check_first_order(grads: Sequence[Tensor | None]) -> None:
+    """Refuse gradients of gradients, and many at once: no state is known of those."""
+    if torch.compiler.is_compiling():
+        return
+    for grad in grads:
+        if grad is not None and (grad.requires_grad or is_batched(grad)):
+            raise TpcompileError(
+                "differentiate a gradient of a sharded model, or batches of gradients",
+                "only gradients of the first order, one at a time, are right across ranks",
+                "compute such a term on an unsharded model, or without create_graph",
+            )
 
 
 class _CopyMany(torch.autograd.Function):
@@ -188,6 +204,7 @@ class _CopyMany(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _check_first_order(grads)
         summed: list[Tensor | None] = [None] * len(grads)
         buckets: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         for i, grad in enumerate(grads):

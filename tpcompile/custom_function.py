@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from tpcompile.rule import RULES, Rule, dims, rule_for
-from tpcompile.torch_private import TorchDispatchMode, same_storage
+from tpcompile.torch_private import TorchDispatchMode, apply_function, same_storage
 
-APPLY = torch.autograd.Function.__dict__["apply"]
-"""The real `apply`, whatever stands in its place while a model is traced."""
-_SHAPE = (2, 3)
+_SHAPES = ((2, 3), (5, 7))
 _OPS: dict[Any, Any] = {}
 
 
@@ -41,44 +39,61 @@ def elementwise_op(cls: Any, args: Sequence[Any]) -> Any:
 
 def _call(cls: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     given = iter(tensors)
-    return APPLY.__get__(None, cls)(*(next(given) if isinstance(a, Tensor) else a for a in args))
+    return apply_function(cls, *(next(given) if isinstance(a, Tensor) else a for a in args))
 
 
 def _maps_elements(cls: Any, args: Sequence[Any]) -> bool:
+    """Whether it does the same on two shapes, element by element: no number is from a shape."""
+    first, second = (_calls_on(shape, cls, args) for shape in _SHAPES)
+    return first is not None and first == second
+
+
+def _calls_on(shape: tuple[int, ...], cls: Any, args: Sequence[Any]) -> list[str] | None:
+    """The ops that it calls and their numbers; None where one does not map elements."""
     metas = [
-        torch.empty(_SHAPE, dtype=arg.dtype, device="meta", requires_grad=arg.requires_grad)
+        torch.empty(shape, dtype=arg.dtype, device="meta", requires_grad=arg.requires_grad)
         for arg in args
         if isinstance(arg, Tensor)
     ]
     try:
-        with _Elementwise() as seen:
+        with _Elementwise(shape) as seen:
             out = _call(cls, args, metas)
-        if not isinstance(out, Tensor) or out.shape != _SHAPE:
-            return False
+        if not isinstance(out, Tensor) or out.shape != shape:
+            return None
         if out.requires_grad:
             grad = torch.empty_like(out)
             with seen:
                 torch.autograd.grad(out, [m for m in metas if m.requires_grad], grad)
     except Exception:  # it does what meta tensors, or all of its operands, do not allow
-        return False
-    return seen.all and all(m._version == 0 for m in metas)
+        return None
+    return seen.calls if seen.all and all(m._version == 0 for m in metas) else None
 
 
 class _Elementwise(TorchDispatchMode):
     """Watches whether every op takes and gives elements of one shape, place by place."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.all = True
+        self.shape, self.all = shape, True
+        self.calls: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         rule = rule_for(func, args, kwargs or {})
-        whole_shape = isinstance(out, Tensor) and out.shape in (_SHAPE, ())
+        given = (*args, *(kwargs or {}).values())
+        self.calls.append(f"{func} {[_number(a) for a in given]}")
+        whole_shape = isinstance(out, Tensor) and out.shape in (self.shape, ())
         self.all &= whole_shape and rule is not None and _is_elementwise(rule)
         return out
+
+
+def _number(arg: Any) -> Any:
+    """What an argument is worth, "" for a tensor whose values are not known here."""
+    if isinstance(arg, Tensor):
+        return "" if arg.is_meta or arg.ndim else arg.item()
+    return arg
 
 
 def _is_elementwise(rule: Rule) -> bool:

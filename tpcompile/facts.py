@@ -23,6 +23,9 @@ _NO_GRADIENT = (
 )
 
 
+_SELECTIONS = tuple(f"aten.{op}" for op in ("topk", "sort", "argsort", "argmax", "multinomial"))
+
+
 def facts_of(program: Program) -> Facts:
     """Which values are trained, depend on parameters, or on parameters alone."""
     facts = Facts(set(), set(), set())
@@ -45,6 +48,7 @@ def _find_selecting(program: Program, facts: Facts) -> None:
 
     Not heads over a vocabulary, whose choice is an output.
     """
+    rows = max((_rows(t) for t in program.calls(torch.ops.aten.embedding.default)), default=0)
     waiting = [n for call in program.calls() if _selects(call) for n in operands(call)[:1]]
     seen: set[fx.Node] = set()
     while waiting:
@@ -57,24 +61,22 @@ def _find_selecting(program: Program, facts: Facts) -> None:
         if node.target is operator.getitem:
             waiting.append(node.args[0])  # type: ignore[arg-type]
         elif rule is not None and rule.contracted() and weights:
-            if not _is_vocab(weights, program):
+            if values(node)[0].shape[-1:] != (rows,):
                 facts.selecting.add(node)
         elif rule is None or len(operands(node)) < 2 or not rule.contracted():
             waiting += operands(node)
 
 
 def _selects(node: fx.Node) -> bool:
-    return str(node.target).startswith(("aten.topk", "aten.sort", "aten.argsort"))
+    return str(node.target).startswith(_SELECTIONS)
 
 
 def _is_matrix(node: fx.Node) -> bool:
     return node.meta["val"].ndim >= 2
 
 
-def _is_vocab(weights: list[fx.Node], program: Program) -> bool:
-    tables = program.calls(torch.ops.aten.embedding.default)
-    rows = {int(operands(table)[0].meta["val"].shape[0]) for table in tables}
-    return any(size in rows for weight in weights for size in weight.meta["val"].shape)
+def _rows(embedding: fx.Node) -> int:
+    return int(operands(embedding)[0].meta["val"].shape[0])
 
 
 def _derive(node: fx.Node, facts: Facts, program: Program) -> None:
@@ -108,6 +110,14 @@ def batch_dims(program: Program, atoms: Atoms) -> set[Dim]:
     return found
 
 
+def _is_expert(node: fx.Node, facts: Facts) -> bool:
+    """Whether a value is picked, by an index, from the matrices of a parameter."""
+    if not str(node.target).startswith(("aten.index.", "aten.index_select.", "aten.gather.")):
+        return False
+    table = operands(node)[0]
+    return table in facts.only_parameters and len(table.meta["dims"][0]) >= 3
+
+
 def weight_dims(program: Program, atoms: Atoms, facts: Facts) -> set[Dim]:
     """Leaves that occur in a weight matrix some op contracts, or in a vector beside one."""
     found: set[Dim] = set()
@@ -117,7 +127,7 @@ def weight_dims(program: Program, atoms: Atoms, facts: Facts) -> set[Dim]:
             continue
         for source in operands(node):
             dims = source.meta["dims"][0]
-            if source in facts.only_parameters and len(dims) >= 2:
+            if (source in facts.only_parameters and len(dims) >= 2) or _is_expert(source, facts):
                 for dim in dims:
                     found |= atoms.leaves(dim)
     # Not what a parameter is spread over before it is contracted, such as the sequence.

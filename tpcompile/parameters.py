@@ -131,7 +131,12 @@ def local_parameter(parameter: Tensor, layout: ParamLayout, rank: int) -> Tensor
 
     The gradient of a replicated parameter must arrive summed over the ranks: the graph does that.
     """
-    assert isinstance(parameter, DTensor)
+    if not isinstance(parameter, DTensor):
+        raise ShardingError(
+            f"run a sharded model with a parameter of shape {tuple(parameter.shape)} put in later.",
+            "it is no DTensor: it was assigned after shard",
+            "change values in place, or with tpcompile.load_state_dict",
+        )
     local = parameter.to_local()
     if layout.dim is None or not layout.is_padded(rank):
         return local
@@ -156,6 +161,10 @@ def renew(old: nn.Parameter, value: Tensor, places: list[Slot]) -> nn.Parameter:
     """Put a new parameter with this value, and `old`'s attributes, at all places of `old`."""
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
     for slot in places:
         # Not into `_parameters`: recurrent modules keep a second list that __setattr__ updates.
         setattr(slot.module, slot.attr, new)

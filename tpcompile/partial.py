@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tpcompile.errors import CaptureError
+from tpcompile.errors import CaptureError, ShardingError
 from tpcompile.parameters import slots
 from tpcompile.plan import Plan, PlannedParameter
 from tpcompile.planning import block_paths
+from tpcompile.problem import Pin
 from tpcompile.program import Program
 from tpcompile.structure import flatten, is_tensor
 
@@ -64,6 +65,16 @@ class Parts:
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)
 
+    def check_pins(self, pins: Mapping[str, Pin]) -> None:
+        """Raise ShardingError where a pin asks to split what stays outside of the parts."""
+        for name, pin in pins.items():
+            if pin.splits and not any(name.startswith(part.prefix) for part in self.parts):
+                raise ShardingError(
+                    f"plan= asks for {pin.text}.",
+                    f"{name} is outside of the blocks that were captured (partial=True).",
+                    "drop it from plan=: what is outside is replicated",
+                )
+
     def programs(self) -> dict[str, Program]:
         """By path."""
         return {part.path: part.program for part in self.parts}
@@ -82,13 +93,17 @@ def parts_of(model: nn.Module, call: Call, planned: Planned, *, partial: bool) -
             raise
         reason = error
     found, left = [], []
-    for path, each in _calls_of_blocks(model, call).items():
+    calls = _calls_of_blocks(model, call)
+    for path in sorted(block_paths(model)):
         block = model.get_submodule(path)
+        if path not in calls:
+            left.append(f"{path} is replicated: the example inputs do not reach it")
+            continue
         if _shares_parameters(model, block):
             left.append(f"{path} is replicated: modules outside of it share its parameters")
             continue
         try:
-            found.append(Part(path, planned(f"{path}.", block, each), each))
+            found.append(Part(path, planned(f"{path}.", block, calls[path]), calls[path]))
         except CaptureError as error:
             left.append(f"{path} is replicated: {error.found}")
     if not found:
@@ -105,7 +120,8 @@ def _calls_of_blocks(model: nn.Module, call: Call) -> dict[str, Call]:
     calls: dict[str, Call] = {}
 
     def note(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(path, _leaves((args, kwargs)))
+        if path not in calls:
+            calls[path] = _leaves((args, kwargs))
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(
@@ -116,6 +132,12 @@ def _calls_of_blocks(model: nn.Module, call: Call) -> dict[str, Call]:
     try:
         with _kept_as_it_is(model):
             model(*call[0], **call[1])
+    except Exception as error:
+        raise CaptureError(
+            f"run {type(model).__name__} once, to see what its blocks are called with",
+            f"{type(error).__name__}: {error}",
+            "shard it on a device, not on meta, with inputs that its forward takes",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -126,11 +148,14 @@ def _calls_of_blocks(model: nn.Module, call: Call) -> dict[str, Call]:
 def _kept_as_it_is(model: nn.Module) -> Iterator[None]:
     """Undo what a run does to buffers and to the random stream."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng():
-        yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
+    devices = {t.device for t in model.parameters() if t.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def _leaves(call: Call) -> Call:
@@ -171,5 +196,9 @@ def joined_plan(model: nn.Module, parts: Parts) -> Plan:
             for op, at in plan.replicated_ops
         ),
         seconds=sum(plan.seconds for plan in plans.values()),
-        notes=(f"captured block by block: {parts.reason}", *parts.left),
+        notes=(
+            f"captured block by block: {parts.reason}",
+            *parts.left,
+            *dict.fromkeys(note for plan in plans.values() for note in plan.notes),
+        ),
     )

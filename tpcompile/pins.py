@@ -112,7 +112,8 @@ def _pin(pattern: str, wanted: Any) -> Pin:
         # A plan also says which unit of the dim is dealt out: as long as it fits, keep to it.
         return [s for s in kept if state_text(s) == split] or kept
 
-    return Pin(f"{pattern!r} as {placement_text(placement)}", keep)
+    splits = isinstance(placement, Shard)
+    return Pin(f"{pattern!r} as {placement_text(placement)}", splits, keep)
 
 
 def _stored_as(node: fx.Node, states: list[State], placement: Placement) -> list[State]:
@@ -146,7 +147,12 @@ def pins_from_layouts(layouts: Mapping[str, ParamLayout]) -> dict[str, Pin]:
 def _as_stored(name: str, layout: ParamLayout) -> Pin:
     def keep(node: fx.Node, states: list[State], choices: Choices) -> list[State]:
         same = [s for s in states if layout_for(node, s, choices.sizes, layout.size) == layout]
-        assert same, f"{node}: no state is stored as {layout}"
+        if not same:
+            raise ShardingError(
+                f"plan a call of another kind, with {name} as it is stored.",
+                f"in its graph the parameter cannot be split so: {layout}",
+                "shard another copy of the model with such inputs",
+            )
         return same
 
-    return Pin(f"{name!r} as it is stored", keep)
+    return Pin(f"{name!r} as it is stored", layout.dim is not None, keep)

@@ -71,7 +71,7 @@ def run(program: Program, passes: list[Pass], *, dumps: bool = False) -> Program
             _record(program, Stage("capture", 0.0, sum(1 for _ in program.calls()), dump(program)))
         for step in _with_own(program, passes):
             begin = time.process_time()
-            program = step(program)
+            program = _checked(step, step(program))
             seconds = time.process_time() - begin
             program.graph.lint()
             nodes = sum(1 for _ in program.calls())
@@ -110,6 +110,16 @@ def own_passes(passes: OwnPasses | None) -> dict[str, tuple[Pass, ...]]:
 def _with_own(program: Program, passes: list[Pass]) -> list[Pass]:
     own: dict[str, tuple[Pass, ...]] = program.extra.get("own_passes", {})
     return [each for step in passes for each in (step, *own.get(step.__name__, ()))]
+
+
+def _checked(step: Pass, result: Any) -> Program:
+    if not isinstance(result, Program):
+        raise InputError(
+            f"run the pass {getattr(step, '__name__', step)}",
+            f"it gave {type(result).__name__}",
+            "return the program",
+        )
+    return result
 
 
 def _record(program: Program, stage: Stage) -> None:

@@ -238,7 +238,7 @@ def style_of(node: Any, state: Any) -> str:
     """The Megatron name of a parameter's placement, from how its readers use the split dim."""
     if not isinstance(state, Dim):
         return "replicated"
-    for user in _uses(node):
+    for user in _uses(node, state):
         rule = user.meta.get("rule")
         if rule is None:
             continue
@@ -249,14 +249,18 @@ def style_of(node: Any, state: Any) -> str:
     return "split"
 
 
-def _uses(node: Any) -> Iterator[Any]:
-    """Calls that read a weight, also by way of a transpose or a view."""
+def _uses(node: Any, state: Dim) -> Iterator[Any]:
+    """Calls that use a weight, also by way of a transpose, a view or an index."""
     for user in node.users:
-        turned = user.op == "call_function" and len(operands(user)) == 1
-        if turned and user.meta.get("rule") is not None and not user.meta["rule"].contracted():
-            yield from _uses(user)
-        else:
-            yield user
+        if user.op == "call_function" and user.meta.get("rule") is not None:
+            floats = [n for n in operands(user) if n.meta["val"].is_floating_point()]
+            carries = any(
+                d is not None and contains(d, state) for dims in user.meta["dims"] for d in dims
+            )
+            if carries and len(floats) == 1 and "embedding" not in str(user.target):
+                yield from _uses(user, state)
+                continue
+        yield user
 
 
 def _fold(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -124,6 +124,6 @@ def check_rules(program: Program, *, strict: bool) -> None:
             "strict=True asks that every op has a sharding rule",
             f"there is none for {', '.join(named[:5])}"
             + (f" and {len(named) - 5} more" if len(named) > 5 else ""),
-            "register a rule (tpcompile.rule.rule), or drop strict=True to replicate them",
+            "register a rule (tpcompile.register_rule), or drop strict=True to replicate them",
         )
     warnings.warn(f"tpcompile replicates {', '.join(named[:5])}: no rule", stacklevel=3)

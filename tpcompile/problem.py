@@ -34,6 +34,8 @@ class Pin:
 
     text: str
     """As the user wrote it: `'*.up.weight' as Shard(0)`."""
+    splits: bool
+    """Whether it asks for a part on each rank."""
     keep: Callable[[fx.Node, list[State], Choices], list[State]]
     """(parameter, its states, choices) -> the states that remain, at least one."""
 
@@ -82,6 +84,7 @@ class Problem:
             allow_stream=extra["sequence_parallel"] is not False,
             atoms=extra["atoms"],
         )
+        self._n_outputs = len(user_outputs(self.program))
         self.pins: dict[str, Pin] = extra.get("pins", {})
         leaves = self.program.leaves
         self.choices.pinned = {
@@ -178,7 +181,7 @@ class Problem:
             return [s.ins[slot] for s in self.strategies[reader]]
         if reader.op == "output" and self.program.extra["outputs"] == "sharded":
             source = operands(reader)[slot]
-            if source in user_outputs(self.program):
+            if slot < self._n_outputs:
                 dims = value_of(source)[0].meta["dims"][value_of(source)[1]]
                 return self.choices.output_states(dims)
         return [R]

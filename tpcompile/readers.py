@@ -2,10 +2,12 @@
 
 import operator
 from collections import defaultdict
+from dataclasses import dataclass
 
 from torch import fx
 
 from tpcompile.cost import CostModel, bytes_of
+from tpcompile.dims import Dim, MaybeDim, contains
 from tpcompile.placement import State, Value, conversion_ticks
 from tpcompile.program import Program, operands, values
 from tpcompile.strategies import Facts
@@ -58,20 +60,39 @@ def reader_trained(value: Value, reader: fx.Node, facts: Facts) -> bool:
     return value.trained and (reader.op == "output" or reader in facts.trained)
 
 
-def conversion_cost(
-    value: Value, have: State, shared: State | None, need: State, cost: CostModel
-) -> float:
-    """Picoseconds of the cheapest way to a reader."""
-    direct = conversion_ticks(value, have, need, cost)
-    return direct if shared is None else min(direct, conversion_ticks(value, shared, need, cost))
+@dataclass(frozen=True)
+class Delivery:
+    """What it takes to bring one value to a reader."""
+
+    value: Value
+    dims: tuple[MaybeDim, ...]
+    """Of the value."""
+    have: State
+    shared: State | None
+    """The form that several readers share, if there is one."""
+    cost: CostModel
+
+    def ticks(self, have: State, need: State) -> float:
+        """Picoseconds of one conversion; inf between two parts of one dim.
+
+        Neither is a plain part of the other's piece.
+        """
+        if isinstance(have, Dim) and isinstance(need, Dim) and have is not need:
+            for dim in self.dims:
+                if dim is not None and contains(dim, have) and contains(dim, need):
+                    return float("inf")
+        return conversion_ticks(self.value, have, need, self.cost)
+
+    def total(self, need: State) -> float:
+        """Picoseconds of the cheapest way to a state."""
+        direct = self.ticks(self.have, need)
+        return direct if self.shared is None else min(direct, self.ticks(self.shared, need))
 
 
-def delivered_path(
-    value: Value, have: State, shared: State | None, need: State, cost: CostModel
-) -> tuple[State, ...]:
+def delivered_path(delivery: Delivery, need: State) -> tuple[State, ...]:
     """States on the cheapest way to a reader: directly, or through the shared form."""
+    shared = delivery.shared
     if shared is None:
         return (need,)
-    direct = conversion_ticks(value, have, need, cost)
-    through = conversion_ticks(value, shared, need, cost)
+    direct, through = delivery.ticks(delivery.have, need), delivery.ticks(shared, need)
     return (need,) if direct <= through and shared != need else (shared, need)

@@ -26,11 +26,12 @@ from tpcompile.parameters import note_sharded, shard_parameters, sharded_for
 from tpcompile.partial import Call, Parts, joined_plan, parts_of
 from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
 from tpcompile.pipeline import OwnPasses
-from tpcompile.plan import plan_of
-from tpcompile.planning import Inputs, arguments_of, captured, check_rules
+from tpcompile.plan import Plan, plan_of
+from tpcompile.planning import Inputs, arguments_of, block_paths, captured, check_rules
 from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 from tpcompile.recapture import Recapture, twin_of
+from tpcompile.refusals import check_before_shard
 from tpcompile.sharded_module import install, install_around
 
 
@@ -88,17 +89,20 @@ def shard(
     }
 
     def decide() -> tuple[tuple[Any, ...], dict[str, Any], Parts]:
+        check_before_shard(model, block_paths(model))
         args, kwargs = arguments_of(model, example_inputs)
         pins = pins_from_plan(model, plan)
 
         def planned(path: str, module: nn.Module, call: Call) -> Program:
             own = {n.removeprefix(path): p for n, p in pins.items() if n.startswith(path)}
             program = captured(module, *call, passes=passes)
-            pipeline.plan(program, submesh.size(), pins=own, **options)
+            pipeline.plan(program, submesh.size(), pins=own, **_options_for(path, options))
             check_rules(program, strict=strict)
             return program
 
-        return args, kwargs, parts_of(model, (args, kwargs), planned, partial=partial)
+        parts = parts_of(model, (args, kwargs), planned, partial=partial)
+        parts.check_pins(pins)
+        return args, kwargs, parts
 
     _, _, parts = agree(
         f"shard {type(model).__name__}",
@@ -138,20 +142,31 @@ def _install(
     for part in parts:
         module = modules[part.path]
         own = part.own(sharded_for(model).layouts)  # type: ignore[union-attr]
-        recapture = Recapture(module, twins[part.path], own, mesh, passes, options)
+        settings = _options_for(part.path, options)
+        recapture = Recapture(module, twins[part.path], own, mesh, passes, settings)
         dispatcher = Dispatcher(module, mesh.device_type, recapture)
         dispatcher.add(*part.call, emit(part.program, recapture.modules, mesh))
         note_sharded(module, own, mesh)
         install(module, dispatcher)
-        module.__dict__["plan"] = plan_of(part.program, own)
+        _set_plan(module, plan_of(part.program, own))
         _explain_as(module, planned[part.path])
     if parts.reason:
         install_around(model, list(modules.values()))
-        model.__dict__["plan"] = joined_plan(model, parts)
+        _set_plan(model, joined_plan(model, parts))
+
+
+def _options_for(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a part: what blocks hand to the Python around them is whole."""
+    return options | {"outputs": "replicated"} if path else options
+
+
+def _set_plan(module: nn.Module, plan: Plan) -> None:
+    if not hasattr(module, "plan"):  # a model that has something of this name keeps it
+        module.__dict__["plan"] = plan
 
 
 def _explain_as(module: nn.Module, planned: Program) -> None:
-    if not hasattr(type(module), "explain"):
+    if not hasattr(module, "explain"):
         module.__dict__["explain"] = lambda optimizer="adamw": Explanation(planned, optimizer)
 
 

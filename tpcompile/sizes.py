@@ -50,6 +50,8 @@ class Sizes:
 
     def expr(self, code: int) -> Any:
         """The int or sympy expression a code stands for."""
+        if code == 0:
+            return 0
         left, found = code, 1
         for known, expr in self._expr.items():
             while left % known == 0:

@@ -20,12 +20,15 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "apply_function",
     "checkpoint_hook",
     "dtensor_as",
     "functional_collectives",
+    "is_batched",
     "pytree",
     "same_storage",
     "set_checkpoint_hook",
+    "set_function_apply",
     "set_grad_enabled_call",
     "shape_guards",
     "sym_expr",
@@ -57,9 +60,31 @@ def set_checkpoint_hook(hook: Any) -> None:
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = hook
 
 
+def apply_function(cls: Any, *args: Any) -> Any:
+    """Run a custom autograd function, whatever `set_function_apply` has put in its place."""
+    return vars(torch._C._FunctionBase)["apply"].__get__(None, cls)(*args)
+
+
+def set_function_apply(apply: Any) -> None:
+    """Put `apply(cls, *args)` under the `apply` of all custom functions; None takes it away.
+
+    Under, because models often keep `Function.apply` itself, bound before we come.
+    """
+    below: Any = torch.autograd.function._SingleLevelFunction
+    if apply is None:
+        del below.apply
+    else:
+        below.apply = classmethod(apply)
+
+
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share memory; works for fake ones, which have no data_ptr."""
     return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage())
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether vmap runs (is_grads_batched does it, too); there is no public way to ask."""
+    return torch._C._functorch.is_batchedtensor(x)
 
 
 def dtensor_as(cls: Any, dtensor: DTensor) -> Any:
