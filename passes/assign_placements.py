@@ -27,7 +27,7 @@ def assign_placements(program: Program) -> Program:
     costs are seconds of compute, of conversions and of resident bytes. Exact (see `solver`).
     """
     cost: CostModel = program.extra["cost"]
-    best = -1.0
+    best, kept = -1.0, None
     for price in _OUTPUT_BYTE if program.extra["sequence_parallel"] is True else (0.0,):
         program.extra["cost"] = replace(cost, output_byte=price)
         problem = Problem(program)
@@ -41,6 +41,7 @@ def assign_placements(program: Program) -> Program:
             best, kept = share, (program.extra["cost"], plan, solution.exact)
         if share >= _MOST:
             break
+    assert kept is not None
     program.extra["cost"], program.extra["assignment"], exact = kept
     if not exact:
         program.notes.append(

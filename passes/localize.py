@@ -259,7 +259,7 @@ def _localize_conversion(node: fx.Node, context: _Context) -> None:
 
             place = next(i for i, d in enumerate(dims) if d is not None and contains(d, state))
             layouts += [place, context.segments(dims[place], state)]
-    flag = {"partial_grad": True} if what.step.partial_grad else {}
+    flag: dict[str, Any] = {"partial_grad": True} if what.step.partial_grad else {}
     if what.step.function in ("all_gather", "split", "to_partial") and not flag:
         flag = {"partial_grad": False}
     node.args, node.kwargs = (source, context.axis, *layouts), flag

@@ -198,7 +198,7 @@ def _factor_sizes(
         for dim, size in zip(spec, shape, strict=True):
             if len(dim) == 1 and len(dim[0]) == 1:
                 sizes[dim[0][0]] = size
-            elif len(dim) > 1 or dim[0]:
+            elif any(dim) or len(dim) > 1:
                 composed.append((dim, size))
     for _ in range(2):
         for dim, size in composed:

@@ -227,6 +227,13 @@ def _other_mode() -> nn.Module:
     return model.train(dist.get_rank() == 0)
 
 
+def _other_seed() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    torch.manual_seed(dist.get_rank())
+    return model
+
+
 def _other_error() -> nn.Module:
     return Branch() if dist.get_rank() else MLP()
 
@@ -263,6 +270,10 @@ DIFFERENT: dict[str, tuple[Callable[[], str], str]] = {
     "input value": (
         lambda: failure(_same(), mesh(), X + dist.get_rank()),
         _mismatch("MLP", "example input x: other values"),
+    ),
+    "seed": (
+        lambda: failure(_other_seed(), mesh(), X),
+        _mismatch("Sequential", "random seed: seed 0 and seed 1"),
     ),
     "plan": (
         lambda: failure(

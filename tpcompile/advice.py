@@ -230,7 +230,7 @@ class Advice:
             InputError: matplotlib is not installed.
         """
         try:
-            from matplotlib.figure import Figure
+            from matplotlib.figure import Figure  # type: ignore[import-not-found]
         except ImportError as error:
             raise InputError(
                 f"advise(...).plot({os.fspath(path)!r})",

@@ -130,9 +130,17 @@ def fingerprints(
     tensors, _, names = bind_inputs(model, args, kwargs)
     for name, tensor in zip(names, tensors, strict=True):
         found[f"example input {name}"] = tensor_digest(tensor)
+    if any(map(_draws_random, programs.values())):
+        # Dropout of a value that all ranks hold must drop the same of it.
+        found["random seed"] = f"seed {torch.initial_seed()}"
     for path, program in programs.items():
         found[f"plan of {path}" if path else "plan"] = f";{digest(program)}"
     return found
+
+
+def _draws_random(program: Program) -> bool:
+    drops = program.calls(torch.ops.aten.dropout.default)
+    return any(node.args[2] and node.args[1] for node in drops)
 
 
 def digest(program: Program) -> str:

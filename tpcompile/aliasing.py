@@ -21,7 +21,7 @@ def lies_in_operand(node: fx.Node, source: fx.Node) -> bool:
     """Whether a call's outputs lie in its first operand's memory."""
     name = str(node.target)
     if name.startswith("aten.dropout"):
-        return not node.args[2] or node.args[1] == 0
+        return not node.args[2] or bool(node.args[1] == 0)
     if not describes_anew(node):
         return False
     old, new = source.meta["val"], values(node)[0]

@@ -106,7 +106,7 @@ def _time_all(sizes: tuple[Size, ...], path: str) -> None:
     for size in sizes:
         model, inputs = _llama(size)
         shard(model, mesh, inputs, hardware=profile)
-        times = predict(model.explain().program)
+        times = predict(model.explain().program)  # type: ignore[operator]
         least, most, busy = _measured(model, inputs)
         rows.append(
             {

@@ -71,6 +71,7 @@ class Dispatcher:
         description = describe((*args, *kwargs.values()), tensors)
         if description is None:
             _refuse(type(self.model).__name__)
+            raise AssertionError
         for module in self.modules:
             module.training  # noqa: B018  (a guard)
         key = self._key(args, kwargs, description)
@@ -98,7 +99,9 @@ class Dispatcher:
         """A number for which modules train, and which types and gradients parameters have."""
         flags: list[Any] = [module.training for module in self.modules]
         for parameters, attr in self.parameters:
-            flags += (parameters[attr].requires_grad, parameters[attr].dtype)
+            parameter = parameters[attr]
+            assert parameter is not None
+            flags += (parameter.requires_grad, parameter.dtype)
         if flags != self._flags:
             self._flags = flags
             self._state = self._states.setdefault(tuple(flags), len(self._states))

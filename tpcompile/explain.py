@@ -17,7 +17,8 @@ from tpcompile.hardware import Hardware
 from tpcompile.memory import Memory, Optimizer, activation_formula, memory_of, optimizer_for
 from tpcompile.ops.replicated import reason_for
 from tpcompile.passes.localize import layout_for
-from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
+from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.predict import Times, predict
@@ -232,9 +233,11 @@ def explain(
     tp: int,
     hardware: str | os.PathLike[str] | Hardware = "h100-nvlink",
     sequence_parallel: bool | str = "auto",
+    outputs: str = "replicated",
     plan: PlanLike = None,
     optimizer: str | Optimizer = "adamw",
     strict: bool = False,
+    passes: OwnPasses | None = None,
 ) -> Explanation:
     """What `shard` would do to `model` on `tp` ranks of `hardware`, and why.
 
@@ -246,10 +249,12 @@ def explain(
         tp: The degree.
         hardware: A profile, its name, or a file of one.
         sequence_parallel: As for `shard`.
+        outputs: As for `shard`.
         plan: As for `shard`; the price of each pin is shown.
         optimizer: For the memory estimate: "none", "sgd", "sgd-momentum", "adam", "adamw", whose
             states have the parameters' dtype, or "adamw-mixed", Megatron-LM's with float32 copies.
         strict: Refuse ops without a rule.
+        passes: As for `shard`.
 
     Raises:
         TpcompileError: As `shard` would.
@@ -257,9 +262,15 @@ def explain(
     policy, profile = optimizer_for(optimizer), hardware_for(hardware)
     args, kwargs = arguments_of(model, example_inputs)
     pins = pins_from_plan(model, plan)
-    program = captured(model, args, kwargs)
-    asked = sequence_parallel_for(sequence_parallel, plan)
-    pipeline.plan(program, tp, sequence_parallel=asked, pins=pins, hardware=profile)
+    program = captured(model, args, kwargs, passes=passes)
+    pipeline.plan(
+        program,
+        tp,
+        sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
+        outputs=outputs_for(outputs),
+        pins=pins,
+        hardware=profile,
+    )
     check_rules(program, strict=strict)
     return Explanation(program, policy)
 

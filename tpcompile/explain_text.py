@@ -12,7 +12,7 @@ from tabulate import tabulate
 from tpcompile.formulas import bytes_text, seconds_text
 from tpcompile.traffic import folded
 
-_PLAIN = {"disable_numparse": True}
+_PLAIN: dict[str, Any] = {"disable_numparse": True}
 
 
 def full_text(explanation: Any) -> str:

@@ -14,6 +14,7 @@ from tpcompile.hf import example_inputs_for
 from tpcompile.ops.replicated import REPLICATED
 from tpcompile.pipeline import OwnPasses
 from tpcompile.program import Program, is_dynamic, values
+from tpcompile.torch_private import sym_expr
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor | None
 
@@ -67,7 +68,7 @@ def captured(
 def _has_plain_sizes(program: Program) -> bool:
     """Whether all symbolic sizes are sums of products, which is what naming can code."""
     exprs = {
-        size.node.expr
+        sym_expr(size)
         for node in program.graph.nodes
         for value in values(node)
         for size in value.shape

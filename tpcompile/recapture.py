@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ def _weightless(parameter: Tensor, dtype: torch.dtype | None = None) -> nn.Param
     return nn.Parameter(bare, parameter.requires_grad)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a user asked for, and further captures keep to."""
+
+    options: Mapping[str, Any]
+    """Of `pipeline.plan`."""
+    passes: OwnPasses | None
+    strict: bool
+
+
 class Recapture:
     """Captures, plans and emits again, parameters where they are; all ranks take part."""
 
@@ -47,17 +58,16 @@ class Recapture:
         twin: nn.Module | None,
         layouts: Mapping[str, ParamLayout],
         mesh: DeviceMesh,
-        passes: OwnPasses | None,
-        options: Mapping[str, Any],
+        settings: Settings,
     ) -> None:
         """`twin` and `model` have the same modules now; users may wrap the model's later.
 
-        `mesh` is the axis, `options` are those of `pipeline.plan`.
+        `mesh` is the axis.
         """
         self.name, self.twin, self.layouts, self.mesh = type(model).__name__, twin, layouts, mesh
         self.group = mesh.get_group()
         self.axis = (self.group.group_name, mesh.size(), mesh.get_local_rank())
-        self.passes, self.options = passes, options
+        self.settings = settings
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.pairs = [] if twin is None else list(zip(twin.modules(), model.modules(), strict=True))
 
@@ -108,10 +118,10 @@ class Recapture:
             )
         for mine, theirs in self.pairs:
             _follow(mine, theirs)
-        program = captured(self.twin, args, kwargs, passes=self.passes)
+        program = captured(self.twin, args, kwargs, passes=self.settings.passes)
         pins = pins_from_layouts(self.layouts)
-        pipeline.plan(program, self.axis[1], pins=pins, **self.options)
-        check_rules(program, strict=False)
+        pipeline.plan(program, self.axis[1], pins=pins, **self.settings.options)
+        check_rules(program, strict=self.settings.strict)
         return program
 
 

@@ -261,7 +261,7 @@ def size_read(r: Rewriter, node: fx.Node) -> fx.Node | None:
 @rewrite(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default)
 def new_filled(r: Rewriter, node: fx.Node) -> fx.Node:
     """zeros, ones or empty: of the tensor only dtype and device are read."""
-    made = {
+    made: dict[Any, Any] = {
         aten.new_zeros.default: aten.zeros.default,
         aten.new_ones.default: aten.ones.default,
         aten.new_empty.default: aten.empty.memory_format,

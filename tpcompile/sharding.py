@@ -2,6 +2,8 @@
 
 import functools
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, block_paths, captured, check_rules
 from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
-from tpcompile.recapture import Recapture, twin_of
+from tpcompile.recapture import Recapture, Settings, twin_of
 from tpcompile.refusals import check_before_shard
 from tpcompile.sharded_module import install, install_around
 
@@ -111,7 +113,7 @@ def shard(
         lambda made: made[2].programs().values(),
         submesh.get_group(),
     )
-    _install(model, parts, submesh, optimizer, passes, options)
+    _install(model, parts, submesh, optimizer, Settings(options, passes, strict))
     return model
 
 
@@ -120,8 +122,7 @@ def _install(
     parts: Parts,
     mesh: DeviceMesh,
     optimizer: torch.optim.Optimizer | None,
-    passes: OwnPasses | None,
-    options: dict[str, Any],
+    settings: Settings,
 ) -> None:
     """Shard the parameters, and make each part run its graphs."""
     group = mesh.get_group()
@@ -142,8 +143,8 @@ def _install(
     for part in parts:
         module = modules[part.path]
         own = part.own(sharded_for(model).layouts)  # type: ignore[union-attr]
-        settings = _options_for(part.path, options)
-        recapture = Recapture(module, twins[part.path], own, mesh, passes, settings)
+        mine = replace(settings, options=_options_for(part.path, settings.options))
+        recapture = Recapture(module, twins[part.path], own, mesh, mine)
         dispatcher = Dispatcher(module, mesh.device_type, recapture)
         dispatcher.add(*part.call, emit(part.program, recapture.modules, mesh))
         note_sharded(module, own, mesh)
@@ -155,9 +156,9 @@ def _install(
         _set_plan(model, joined_plan(model, parts))
 
 
-def _options_for(path: str, options: dict[str, Any]) -> dict[str, Any]:
+def _options_for(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a part: what blocks hand to the Python around them is whole."""
-    return options | {"outputs": "replicated"} if path else options
+    return {**options, "outputs": "replicated"} if path else dict(options)
 
 
 def _set_plan(module: nn.Module, plan: Plan) -> None:

@@ -13,7 +13,8 @@ from tpcompile.errors import InputError, TpcompileError
 from tpcompile.explain import Explanation
 from tpcompile.forms import FORMS, form_of
 from tpcompile.hardware import Hardware
-from tpcompile.pins import PlanLike, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
+from tpcompile.pipeline import OwnPasses
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
@@ -71,7 +72,9 @@ def stages(
     rank: int = 0,
     hardware: str | os.PathLike[str] | Hardware = "h100-nvlink",
     sequence_parallel: bool | str = "auto",
+    outputs: str = "replicated",
     plan: PlanLike = None,
+    passes: OwnPasses | None = None,
 ) -> Stages:
     """Every stage of what `shard` would do to `model` on rank `rank` of `tp`.
 
@@ -85,9 +88,16 @@ def stages(
         raise InputError(f"stages(tp={tp}, rank={rank})", f"ranks are 0 to {tp - 1}", "pass one")
     args, kwargs = arguments_of(model, example_inputs)
     pins, profile = pins_from_plan(model, plan), hardware_for(hardware)
-    program = captured(model, args, kwargs, dumps=True)
-    asked = sequence_parallel_for(sequence_parallel, plan)
-    pipeline.plan(program, tp, sequence_parallel=asked, pins=pins, hardware=profile, dumps=True)
+    program = captured(model, args, kwargs, passes=passes, dumps=True)
+    pipeline.plan(
+        program,
+        tp,
+        sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
+        outputs=outputs_for(outputs),
+        pins=pins,
+        hardware=profile,
+        dumps=True,
+    )
     check_rules(program, strict=False)
     local = clone(program)
     pipeline.local(local, ("tp", tp, rank), dumps=True)

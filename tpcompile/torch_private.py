@@ -84,7 +84,8 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def is_batched(x: torch.Tensor) -> bool:
     """Whether vmap runs (is_grads_batched does it, too); there is no public way to ask."""
-    return torch._C._functorch.is_batchedtensor(x)
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    return functorch.is_batchedtensor(x)
 
 
 def dtensor_as(cls: Any, dtensor: DTensor) -> Any:
