@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import TINY
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
@@ -207,3 +208,29 @@ def test_numbers_taken_from_tensors() -> None:
     pins = {"mlp.up.weight": Shard(0), "mlp.down.weight": Shard(1)}
     plan = checked(Normalized(), rand(2, 4, HIDDEN), sequence_parallel=False, plan=pins)
     assert [c.forward for c in plan.collectives if c.forward] == ["all_reduce"]
+
+
+class Picked(nn.Module):
+    """Each token takes the matrices of the one expert with the highest score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, HIDDEN, 32) / 4)
+        self.down = nn.Parameter(torch.randn(4, 32, HIDDEN) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [b, s, hidden] -> [b, s, hidden]."""
+        tokens = x.flatten(0, 1)
+        weight, expert = self.router(tokens).softmax(-1).max(-1)
+        h = F.gelu(torch.bmm(tokens[:, None], self.up[expert]))
+        y = torch.bmm(h, self.down[expert])[:, 0] * weight[:, None]
+        return x + y.view_as(x)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_experts_picked_by_an_index(sequence_parallel: bool) -> None:
+    """Their matrices are split as those of an MLP."""
+    plan = checked(Picked(), rand(2, 4, HIDDEN), sequence_parallel=sequence_parallel, hardware=TINY)
+    styles = {p.name: p.style for p in plan.parameters}
+    assert (styles["up"], styles["down"]) == ("column", "row")

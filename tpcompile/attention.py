@@ -13,7 +13,7 @@ from tpcompile.strategies import Choices, Facts
 def inner_dims(node: fx.Node, facts: Facts, atoms: Atoms) -> set[Dim]:
     """Leaves that a product of two activations sums over, or attention needs whole."""
     rule: Rule | None = node.meta.get("rule")
-    if rule is None or any(n in facts.only_parameters for n in operands(node)):
+    if rule is None or any(n in facts.only_parameters or n in facts.picked for n in operands(node)):
         return set()
     if str(node.target).startswith("aten.scaled_dot_product"):
         factors = {"d", "e"}

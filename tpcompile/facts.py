@@ -86,6 +86,8 @@ def _derive(node: fx.Node, facts: Facts, program: Program) -> None:
         facts.from_parameters.add(node)
         if all(n in facts.only_parameters or _is_constant(n, program) for n in sources):
             facts.only_parameters.add(node)
+    if sources and _is_picked(node, sources, facts):
+        facts.picked.add(node)
     floating = any(v.is_floating_point() or v.is_complex() for v in values(node))
     if (
         floating
@@ -110,12 +112,12 @@ def batch_dims(program: Program, atoms: Atoms) -> set[Dim]:
     return found
 
 
-def _is_expert(node: fx.Node, facts: Facts) -> bool:
-    """Whether a value is picked, by an index, from the matrices of a parameter."""
-    if not str(node.target).startswith(("aten.index.", "aten.index_select.", "aten.gather.")):
-        return False
-    table = operands(node)[0]
-    return table in facts.only_parameters and len(table.meta["dims"][0]) >= 3
+def _is_picked(node: fx.Node, sources: list[fx.Node], facts: Facts) -> bool:
+    """Whether a value is picked, by an index, from the matrices of a parameter; or a view of it."""
+    if len(sources) == 1:
+        return sources[0] in facts.picked
+    is_index = str(node.target).startswith(("aten.index.", "aten.index_select.", "aten.gather."))
+    return is_index and sources[0] in facts.only_parameters and sources[0].meta["val"].ndim >= 3
 
 
 def weight_dims(program: Program, atoms: Atoms, facts: Facts) -> set[Dim]:
@@ -127,7 +129,7 @@ def weight_dims(program: Program, atoms: Atoms, facts: Facts) -> set[Dim]:
             continue
         for source in operands(node):
             dims = source.meta["dims"][0]
-            if (source in facts.only_parameters and len(dims) >= 2) or _is_expert(source, facts):
+            if (source in facts.only_parameters and len(dims) >= 2) or source in facts.picked:
                 for dim in dims:
                     found |= atoms.leaves(dim)
     # Not what a parameter is spread over before it is contracted, such as the sequence.

@@ -48,6 +48,8 @@ class Facts:
     """Nodes computed from parameters (and constants) alone."""
     selecting: set[fx.Node] = field(default_factory=set)
     """Linears whose outputs a top-k or a sort reads: routers."""
+    picked: set[fx.Node] = field(default_factory=set)
+    """Matrices picked by an index from a parameter that holds many, such as experts."""
 
 
 @dataclass
