@@ -234,3 +234,31 @@ def test_experts_picked_by_an_index(sequence_parallel: bool) -> None:
     plan = checked(Picked(), rand(2, 4, HIDDEN), sequence_parallel=sequence_parallel, hardware=TINY)
     styles = {p.name: p.style for p in plan.parameters}
     assert (styles["up"], styles["down"]) == ("column", "row")
+
+
+class Torch(nn.Module):
+    """Layers as torch.nn has them: an encoder layer, and cross attention to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.cross = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """x: [b, s, 16], memory: [b, t, 16] -> [b, s, 16]."""
+        y = self.layer(x)
+        return y + self.cross(y, memory, memory, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_of_torch(tp: int, sequence_parallel: bool) -> None:
+    """Trained, so the fast path of inference is off; 4 heads on 8 ranks, too."""
+    plan = checked(
+        Torch().train(), torch.randn(2, 8, 16).double(), torch.randn(2, 12, 16).double(),
+        tp=tp, sequence_parallel=sequence_parallel, hardware=TINY,
+    )  # fmt: skip
+    if tp in (2, 4):
+        styles = {p.name: p.style for p in plan.parameters}
+        assert styles["layer.self_attn.in_proj_weight"] == "column"
+        assert styles["layer.self_attn.out_proj.weight"] == "row"
