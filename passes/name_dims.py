@@ -10,6 +10,7 @@ from torch import Tensor, fx
 import tpcompile.ops  # noqa: F401  registers the rules
 from tpcompile.cost import hint
 from tpcompile.dims import Dim, MaybeDim, composite, decompose, keep_apart, merge
+from tpcompile.errors import RuleError
 from tpcompile.program import Program, operands, values
 from tpcompile.rule import DimSpec, Rule, Spec, Term, rule_for
 from tpcompile.sizes import Sizes
@@ -80,7 +81,7 @@ class _Naming:
             return
         rule = self._rule(node)
         if rule is not None and len(rule.ins) != len(operands(node)):
-            raise AssertionError(f"{node.target}: rule {rule} for {len(operands(node))} operands")
+            raise _wrong(node, f"{rule} is for {len(rule.ins)} tensors, not {len(operands(node))}")
         node.meta["rule"] = rule
         if rule is None:
             node.meta["dims"] = [self.fresh_dims(val) for val in outs]
@@ -99,7 +100,10 @@ class _Naming:
         kwargs = {name: self._stand_in(arg) for name, arg in node.kwargs.items()}
         key = (node.target, _key(args), _key(list(kwargs.items())))
         if key not in self._rules:
-            self._rules[key] = rule_for(node.target, args, kwargs)
+            try:
+                self._rules[key] = rule_for(node.target, args, kwargs)
+            except Exception as error:  # rules are users' functions, too
+                raise _wrong(node, f"{type(error).__name__}: {error}") from error
         return self._rules[key]
 
     def _stand_in(self, arg: Any) -> Any:
@@ -131,6 +135,11 @@ class _Naming:
         node.meta["conflicts"] = tuple(binding.conflicts)
         node.meta["bound"] = binding.bound
         assert len(node.meta["dims"]) == len(outs), f"{node.target}: {rule}"
+
+
+def _wrong(node: fx.Node, found: str) -> RuleError:
+    asked = f"use the rule of {node.target} in {node.meta.get('path') or 'the root'}"
+    return RuleError(asked, found, "correct it; tpcompile.check_rule(op) proves a rule")
 
 
 def _sized_ins(naming: _Naming, node: fx.Node, rule: Rule) -> list[tuple[Spec, tuple[int, ...]]]:

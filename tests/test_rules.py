@@ -9,6 +9,7 @@ import torch
 import transformers.integrations.moe  # registers transformers.grouped_mm_fallback
 from torch import ops, rand, randint, randn, tensor
 
+import tpcompile
 import tpcompile.ops
 from tpcompile import rule as rules
 from tpcompile.check_rule import check_rule
@@ -253,6 +254,30 @@ def test_nothing_to_check(op: Any, found: str, fix: str, monkeypatch: pytest.Mon
     with pytest.raises(InputError) as caught:
         check_rule(op)
     assert str(caught.value) == f"check_rule({op})\n  {found}\n  fix: {fix}, or pass args="
+
+
+class Relu(torch.nn.Module):
+    """One op."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s] -> [b, s]."""
+        return x.relu()
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [
+        (lambda x: Rule.parse("b, b -> b"), "b, b -> b is for 2 tensors, not 1"),
+        (lambda x: Rule.parse("b (s -> b"), "ValueError: "),
+    ],
+)
+def test_a_rule_that_fails_is_named(rule: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's rule: what is wrong with it, and where it was used."""
+    monkeypatch.setitem(rules.RULES, aten.relu.default, rule)
+    with pytest.raises(RuleError) as caught:
+        tpcompile.explain(Relu(), randn(2, 4), tp=2)
+    assert caught.value.asked == "use the rule of aten.relu.default in the root"
+    assert caught.value.found.startswith(found)
 
 
 def test_error_names_op_and_factor(monkeypatch: pytest.MonkeyPatch) -> None:

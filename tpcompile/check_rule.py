@@ -149,8 +149,8 @@ def _check_linear(call: OpCall, rule: Rule, group: tuple[int, ...]) -> None:
 
     def drawn(x: Tensor) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):
-            return torch.randint(-9, 9, x.shape, generator=generator).to(x.dtype)
-        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            return torch.randint(-9, 9, x.shape, generator=generator).to(x)
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
 
     def outs(group_values: Mapping[int, Tensor]) -> list[Tensor]:
         return call.with_tensors([group_values.get(i, x) for i, x in enumerate(base)]).run().outs

@@ -17,7 +17,7 @@ from tpcompile.hardware import Hardware
 from tpcompile.memory import Memory, Optimizer, activation_formula, memory_of, optimizer_for
 from tpcompile.ops.replicated import reason_for
 from tpcompile.passes.localize import layout_for
-from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import PlanLike, plan_options
 from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
@@ -261,16 +261,9 @@ def explain(
     """
     policy, profile = optimizer_for(optimizer), hardware_for(hardware)
     args, kwargs = arguments_of(model, example_inputs)
-    pins = pins_from_plan(model, plan)
+    options = plan_options(model, plan, sequence_parallel, outputs, profile)
     program = captured(model, args, kwargs, passes=passes)
-    pipeline.plan(
-        program,
-        tp,
-        sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
-        outputs=outputs_for(outputs),
-        pins=pins,
-        hardware=profile,
-    )
+    pipeline.plan(program, tp, **options)
     check_rules(program, strict=strict)
     return Explanation(program, policy)
 

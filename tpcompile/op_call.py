@@ -96,7 +96,7 @@ def trained_call(call: OpCall) -> OpCall:
 def weight_for(i: int, out: Tensor) -> Tensor:
     """Fixed random numbers of the shape of output i."""
     generator = torch.Generator().manual_seed(i + 2)
-    return torch.randn(out.shape, generator=generator, dtype=out.dtype)
+    return torch.randn(out.shape, generator=generator, dtype=out.dtype).to(out.device)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from tpcompile.dims import Dim, contains
 from tpcompile.errors import InputError, ShardingError
+from tpcompile.hardware import Hardware
 from tpcompile.passes.localize import layout_for
 from tpcompile.placement import R, State, state_text
 from tpcompile.plan import Plan, PlannedParameter
@@ -61,6 +62,26 @@ def outputs_for(asked: str) -> str:
             'pass "replicated" or "sharded"',
         )
     return asked
+
+
+def plan_options(
+    model: nn.Module,
+    plan: PlanLike,
+    sequence_parallel: bool | str,
+    outputs: str,
+    hardware: Hardware,
+) -> dict[str, Any]:
+    """What a user asks for, checked, as keyword arguments of `pipeline.plan`.
+
+    Raises:
+        TpcompileError: One of them means nothing, or not for this model.
+    """
+    return {
+        "sequence_parallel": sequence_parallel_for(sequence_parallel, plan),
+        "outputs": outputs_for(outputs),
+        "pins": pins_from_plan(model, plan),
+        "hardware": hardware,
+    }
 
 
 def pins_from_plan(model: nn.Module, plan: PlanLike) -> dict[str, Pin]:

@@ -13,7 +13,7 @@ from tpcompile.errors import InputError, TpcompileError
 from tpcompile.explain import Explanation
 from tpcompile.forms import FORMS, form_of
 from tpcompile.hardware import Hardware
-from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import PlanLike, plan_options
 from tpcompile.pipeline import OwnPasses
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
 from tpcompile.profiles import hardware_for
@@ -87,17 +87,9 @@ def stages(
     if not 0 <= rank < tp:
         raise InputError(f"stages(tp={tp}, rank={rank})", f"ranks are 0 to {tp - 1}", "pass one")
     args, kwargs = arguments_of(model, example_inputs)
-    pins, profile = pins_from_plan(model, plan), hardware_for(hardware)
+    options = plan_options(model, plan, sequence_parallel, outputs, hardware_for(hardware))
     program = captured(model, args, kwargs, passes=passes, dumps=True)
-    pipeline.plan(
-        program,
-        tp,
-        sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
-        outputs=outputs_for(outputs),
-        pins=pins,
-        hardware=profile,
-        dumps=True,
-    )
+    pipeline.plan(program, tp, dumps=True, **options)
     check_rules(program, strict=False)
     local = clone(program)
     pipeline.local(local, ("tp", tp, rank), dumps=True)

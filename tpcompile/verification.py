@@ -16,7 +16,7 @@ from tpcompile.clone import clone
 from tpcompile.collectives import all_gather
 from tpcompile.hardware import Hardware
 from tpcompile.local_group import run_ranks
-from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import PlanLike, plan_options
 from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, captured, check_rules
@@ -90,15 +90,10 @@ def verify(
     own, as for `shard`.
     """
     args, kwargs = arguments_of(model, example_inputs)
+    profile = hardware_for(hardware, "cuda")
+    options = plan_options(model, plan, sequence_parallel, outputs, profile)
     program = captured(model, args, kwargs, passes=passes)
-    pipeline.plan(
-        program,
-        tp,
-        sequence_parallel=sequence_parallel_for(sequence_parallel, plan),
-        outputs=outputs_for(outputs),
-        pins=pins_from_plan(model, plan),
-        hardware=hardware_for(hardware, "cuda"),
-    )
+    pipeline.plan(program, tp, **options)
     check_rules(program, strict=strict)
     return compare(program, model, args, kwargs, tp=tp, seed=seed)
 
