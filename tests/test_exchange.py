@@ -153,7 +153,14 @@ def run_hf_plan(family: str, plan: Any, changes: dict[str, Any]) -> dict[str, fl
     return differences(family, model, changes)
 
 
-@pytest.mark.parametrize("family", SMALL)
+QUICK = ("llama", "phi3", "gpt_neox", "falcon")
+"""Families whose plans differ in kind; the others take the same time and are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in SMALL],
+)
 def test_exported_plans_compute_what_one_device_does(family: str, ranks) -> None:
     """Loss, logits and all gradients are equal on two ranks, under torch and transformers."""
     check_on_ranks(family, ranks)
