@@ -55,7 +55,6 @@ def layout_for(node: fx.Node, state: State, sizes: Sizes, degree: int) -> ParamL
 
 
 def _split_dim(dims: tuple[Any, ...], atom: Dim) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-
     place = next(i for i, d in enumerate(dims) if d is not None and contains(d, atom))
     return place, segments_of(dims[place], atom)
 
@@ -163,7 +162,6 @@ class _NodeSplit:
         self._bound: dict[str, Dim] = node.meta["bound"]
 
     def is_split(self, factor: str) -> bool:
-
         return factor in self._bound and contains(self._bound[factor], self.atom)
 
     def global_size(self, factor: str) -> Any:
@@ -256,8 +254,7 @@ def _localize_conversion(node: fx.Node, context: _Context) -> None:
     for state in (what.have, what.need):
         if isinstance(state, Dim):
             dims = node.meta["dims"][0]
-
-            place = next(i for i, d in enumerate(dims) if d is not None and contains(d, state))
+            place, _ = _split_dim(dims, state)
             layouts += [place, context.segments(dims[place], state)]
     flag: dict[str, Any] = {"partial_grad": True} if what.step.partial_grad else {}
     if what.step.function in ("all_gather", "split", "to_partial") and not flag:

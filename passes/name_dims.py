@@ -28,6 +28,7 @@ class Shape:
 
 
 _SOME_NUMBER = 0.5
+"""In place of a number that only the data know: no rule may depend on which it is."""
 
 
 def name_dims(program: Program) -> Program:
@@ -112,7 +113,7 @@ class _Naming:
             if isinstance(val, Tensor):
                 return self.shapes(arg)[0]
             if isinstance(val, (torch.SymFloat, torch.SymBool)):
-                return _SOME_NUMBER  # what a tensor holds: no rule may depend on it
+                return _SOME_NUMBER
             return self.sizes.code(val) if isinstance(val, (int, torch.SymInt)) else val
         if isinstance(arg, (list, tuple)):
             return [self._stand_in(item) for item in arg]

@@ -66,14 +66,15 @@ def ids(length: int = 12, *, batch: int = 2, seed: int = 3) -> Tensor:
     return torch.randint(5, 96, (batch, length), generator=generator)
 
 
+def noise(*shape: int) -> Tensor:
+    """Random numbers in float64, the same ones always."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
 def tokens() -> dict[str, Any]:
     """A language model's inputs: labels are the ids."""
     return {"input_ids": ids(), "labels": ids()}
-
-
-def uncached() -> dict[str, Any]:
-    """The same, for models whose config does not say that they shall not cache."""
-    return tokens() | {"use_cache": False}
 
 
 def pair() -> dict[str, Any]:
@@ -83,9 +84,9 @@ def pair() -> dict[str, Any]:
 
 def pixels(size: int = 16, *, labels: bool = True) -> dict[str, Any]:
     """Two images."""
-    generator = torch.Generator().manual_seed(3)
-    images = torch.randn(2, 3, size, size, generator=generator, dtype=torch.float64)
-    return {"pixel_values": images} | ({"labels": torch.tensor([0, 1])} if labels else {})
+    return {"pixel_values": noise(2, 3, size, size)} | (
+        {"labels": torch.tensor([0, 1])} if labels else {}
+    )
 
 
 def images() -> dict[str, Any]:
@@ -100,15 +101,12 @@ def image_and_text() -> dict[str, Any]:
 
 def spectrogram() -> dict[str, Any]:
     """Mel features [batch, mels, frames] and target tokens."""
-    generator = torch.Generator().manual_seed(3)
-    features = torch.randn(2, 16, 64, generator=generator, dtype=torch.float64)
-    return {"input_features": features, "labels": ids(8, seed=4), "use_cache": False}
+    return {"input_features": noise(2, 16, 64), "labels": ids(8, seed=4), "use_cache": False}
 
 
 def waves() -> dict[str, Any]:
     """Raw audio, for a model without a head."""
-    generator = torch.Generator().manual_seed(3)
-    return {"input_values": torch.randn(2, 1600, generator=generator, dtype=torch.float64)}
+    return {"input_values": noise(2, 1600)}
 
 
 def lm(model: str, **changes: Any) -> Architecture:

@@ -189,7 +189,9 @@ def differentiate_twice() -> None:
     (mine,) = torch.autograd.grad(loss, x, retain_graph=True)
     torch.testing.assert_close(mine, grad)
     with pytest.raises(TpcompileError, match="only gradients of the first order"):
-        torch.autograd.grad(loss, x, create_graph=True)
+        torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
+    with pytest.raises(TpcompileError, match="or batches of gradients"):
+        torch.autograd.grad(loss, x, torch.ones(3, dtype=loss.dtype), is_grads_batched=True)
 
 
 def test_higher_orders(ranks: Callable) -> None:

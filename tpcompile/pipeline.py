@@ -76,8 +76,7 @@ def run(program: Program, passes: list[Pass], *, dumps: bool = False) -> Program
             program.graph.lint()
             nodes = sum(1 for _ in program.calls())
             text = dump(program) if dumps else ""
-            name = getattr(step, "__name__", type(step).__name__)
-            _record(program, Stage(name, seconds, nodes, text))
+            _record(program, Stage(_name(step), seconds, nodes, text))
     return program
 
 
@@ -112,10 +111,14 @@ def _with_own(program: Program, passes: list[Pass]) -> list[Pass]:
     return [each for step in passes for each in (step, *own.get(step.__name__, ()))]
 
 
+def _name(step: Pass) -> str:
+    return getattr(step, "__name__", type(step).__name__)
+
+
 def _checked(step: Pass, result: Any) -> Program:
     if not isinstance(result, Program):
         raise InputError(
-            f"run the pass {getattr(step, '__name__', step)}",
+            f"run the pass {_name(step)}",
             f"it gave {type(result).__name__}",
             "return the program",
         )

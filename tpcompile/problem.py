@@ -12,14 +12,14 @@ from torch import fx
 from tpcompile.attention import avoidable
 from tpcompile.cost import CostModel, bytes_of, ticks
 from tpcompile.dims import Dim, ordered
-from tpcompile.facts import facts_of
-from tpcompile.placement import P, R, State, Value, conversion_ticks
+from tpcompile.placement import P, R, State, Value
 from tpcompile.program import Program, operands, values
 from tpcompile.readers import (
     ValueKey,
     describe,
     reader_trained,
     readers_of,
+    ticks_between,
     user_outputs,
     value_of,
 )
@@ -73,7 +73,7 @@ class Problem:
     def __post_init__(self) -> None:
         extra = self.program.extra
         self.cost: CostModel = extra["cost"]
-        self.facts: Facts = extra.setdefault("facts", facts_of(self.program))
+        self.facts: Facts = extra["facts"]
         self.choices = Choices(
             self.cost,
             extra["sizes"],
@@ -241,16 +241,7 @@ class Problem:
         code = tuple(local.get(s, s) for s in have), tuple(local.get(s, s) for s in need)
         if (value, code) not in self._tables:
             self._tables[value, code] = np.array(
-                [
-                    [
-                        # Both in one dim: neither is a plain part of the other's piece.
-                        np.inf
-                        if h in local and n in local and h is not n and local[h][1] == local[n][1]
-                        else conversion_ticks(value, h, n, self.cost)
-                        for n in need
-                    ]
-                    for h in have
-                ]
+                [[ticks_between(value, dims, h, n, self.cost) for n in need] for h in have]
             ).reshape(len(have), len(need))
         return self._tables[value, code]
 

@@ -60,6 +60,20 @@ def reader_trained(value: Value, reader: fx.Node, facts: Facts) -> bool:
     return value.trained and (reader.op == "output" or reader in facts.trained)
 
 
+def ticks_between(
+    value: Value, dims: tuple[MaybeDim, ...], have: State, need: State, cost: CostModel
+) -> float:
+    """Picoseconds of one conversion of a value with these dims; inf between parts of one dim.
+
+    Neither is a plain part of the other's piece.
+    """
+    if isinstance(have, Dim) and isinstance(need, Dim) and have is not need:
+        for dim in dims:
+            if dim is not None and contains(dim, have) and contains(dim, need):
+                return float("inf")
+    return conversion_ticks(value, have, need, cost)
+
+
 @dataclass(frozen=True)
 class Delivery:
     """What it takes to bring one value to a reader."""
@@ -73,15 +87,8 @@ class Delivery:
     cost: CostModel
 
     def ticks(self, have: State, need: State) -> float:
-        """Picoseconds of one conversion; inf between two parts of one dim.
-
-        Neither is a plain part of the other's piece.
-        """
-        if isinstance(have, Dim) and isinstance(need, Dim) and have is not need:
-            for dim in self.dims:
-                if dim is not None and contains(dim, have) and contains(dim, need):
-                    return float("inf")
-        return conversion_ticks(self.value, have, need, self.cost)
+        """Picoseconds of one conversion of the value."""
+        return ticks_between(self.value, self.dims, have, need, self.cost)
 
     def total(self, need: State) -> float:
         """Picoseconds of the cheapest way to a state."""

@@ -58,7 +58,7 @@ def install(model: nn.Module, dispatcher: Dispatcher) -> None:
     # A model that has something of these names keeps it.
     graphs = {"graph_module": property(graph_module), "blocks": property(blocks)}
     own = {name: each for name, each in graphs.items() if not hasattr(model, name)}
-    _change_class(model, ShardedModule, ShardedModule.forward, own)
+    _change_class(model, ShardedModule.forward, own)
     model.__dict__[DISPATCHER] = dispatcher
 
 
@@ -74,12 +74,10 @@ def install_around(model: nn.Module, parts: Sequence[nn.Module]) -> None:
         with _local(self.__dict__[AROUND]):
             return original(self, *args, **kwargs)
 
-    _change_class(model, ShardedModule, forward, {})
+    _change_class(model, forward, {})
 
 
-def _change_class(
-    model: nn.Module, kind: type, run: Callable[..., Any], names: dict[str, Any]
-) -> None:
+def _change_class(model: nn.Module, run: Callable[..., Any], names: dict[str, Any]) -> None:
     original = type(model)
 
     @functools.wraps(original.forward)
@@ -87,7 +85,7 @@ def _change_class(
         return run(self, *args, **kwargs)
 
     same = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    model.__class__ = type(original.__name__, (kind, original), names | same)
+    model.__class__ = type(original.__name__, (ShardedModule, original), names | same)
 
 
 @contextmanager

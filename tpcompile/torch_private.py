@@ -83,9 +83,9 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_batched(x: torch.Tensor) -> bool:
-    """Whether vmap runs (is_grads_batched does it, too); there is no public way to ask."""
+    """Whether vmap, or is_grads_batched, runs; each has a kind of its own, and none a public test."""
     functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-    return functorch.is_batchedtensor(x)
+    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def dtensor_as(cls: Any, dtensor: DTensor) -> Any:
