@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from plans import TINY
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import tpcompile
 from tpcompile.errors import CaptureError, InputError, TpcompileError
@@ -197,3 +198,22 @@ def differentiate_twice() -> None:
 def test_higher_orders(ranks: Callable) -> None:
     """A penalty on a gradient would be summed once a rank; it is refused."""
     ranks(differentiate_twice, 2)
+
+
+def checkpoint_new_kind() -> None:
+    """Called on every rank: a checkpoint around the model, at sizes that need another graph."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = Mlp()
+    sharded = copy.deepcopy(model)
+    tpcompile.shard(sharded, mesh, X, hardware=TINY)
+    x = X[:1, :1].clone()  # sizes of one are a kind of their own
+    checkpoint(sharded, x, use_reentrant=False).square().sum().backward()
+    model(x).square().sum().backward()
+    for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_does_not_count_what_a_trace_saves(ranks: Callable) -> None:
+    """The first call of a new kind traces inside of the checkpoint."""
+    ranks(checkpoint_new_kind, 2)

@@ -83,7 +83,7 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_batched(x: torch.Tensor) -> bool:
-    """Whether vmap, or is_grads_batched, runs; each has a kind of its own, and none a public test."""
+    """Whether vmap or is_grads_batched runs: two kinds of tensors, no public test of either."""
     functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
     return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
