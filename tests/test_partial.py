@@ -110,7 +110,64 @@ def test_nothing_can_be_captured(ranks: Callable) -> None:
     for text in ranks(shard_nothing, 2):
         head, found, fix = text.split("\n  ")
         assert head == "shard Early block by block, as partial=True allows"
-        assert found.count("is replicated: ") == 3
+        assert found.count("is replicated but for modules in it: ") == 3
         assert (
             fix == "fix: keep blocks in an nn.ModuleList, and what cannot be traced outside of them"
         )
+
+
+class Hit(nn.Module):
+    """Attention-like mixing that can be captured, beside a loop over experts that tokens chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
+        self.router = nn.Linear(16, 3)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, 16] -> [b, s, 16]."""
+        x = x + self.mlp(x)
+        chosen = self.router(x).argmax(-1)
+        y = torch.zeros_like(x)
+        for e in chosen.unique().tolist():
+            y = y + self.experts[e](x) * (chosen == e)[..., None]
+        return x + y
+
+
+class Hits(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hit() for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """[b, s, 16] -> a loss."""
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.square().mean()}
+
+
+def train_hits() -> list[str]:
+    """The styles of the first block's MLP; called on every rank."""
+    torch.manual_seed(0)
+    model, x = models.scrambled(Hits()), torch.randn(2, 8, 16, dtype=torch.float64)
+    sharded = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    tpcompile.shard(sharded, mesh, x, partial=True, hardware=TINY, sequence_parallel=False)
+    for each in (model, sharded):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            each(x)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    full = tpcompile.full_state_dict(sharded)
+    torch.testing.assert_close(dict(full), model.state_dict(), rtol=1e-9, atol=1e-9)
+    plan: tpcompile.Plan = sharded.plan  # type: ignore[assignment]
+    return [p.style for p in plan.parameters if p.name.startswith("blocks.0.mlp")][::2]
+
+
+def test_modules_inside_of_blocks(ranks: Callable) -> None:
+    """Where a block cannot be captured, what can be in it is."""
+    assert ranks(train_hits, 2) == [["column", "row"]] * 2

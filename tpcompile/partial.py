@@ -92,20 +92,12 @@ def parts_of(model: nn.Module, call: Call, planned: Planned, *, partial: bool) -
         if not partial:
             raise
         reason = error
-    found, left = [], []
-    calls = _calls_of_blocks(model, call)
-    for path in sorted(block_paths(model)):
-        block = model.get_submodule(path)
-        if path not in calls:
-            left.append(f"{path} is replicated: the example inputs do not reach it")
-            continue
-        if _shares_parameters(model, block):
-            left.append(f"{path} is replicated: modules outside of it share its parameters")
-            continue
-        try:
-            found.append(Part(path, planned(f"{path}.", block, calls[path]), calls[path]))
-        except CaptureError as error:
-            left.append(f"{path} is replicated: {error.found}")
+    found: list[Part] = []
+    left: list[str] = []
+    paths = sorted(block_paths(model))
+    while paths:
+        failed = _capture_each(model, call, paths, planned, found, left)
+        paths = [f"{path}.{name}" for path in failed for name in _children(model, path)]
     if not found:
         raise CaptureError(
             f"shard {type(model).__name__} block by block, as partial=True allows",
@@ -115,8 +107,39 @@ def parts_of(model: nn.Module, call: Call, planned: Planned, *, partial: bool) -
     return Parts(tuple(found), reason.found, tuple(left))
 
 
-def _calls_of_blocks(model: nn.Module, call: Call) -> dict[str, Call]:
-    """Arguments of the first call of every repeated block, from a run of the model."""
+def _capture_each(
+    model: nn.Module,
+    call: Call,
+    paths: list[str],
+    planned: Planned,
+    found: list[Part],
+    left: list[str],
+) -> list[str]:
+    """Add to `found` what can be captured, to `left` why others cannot; the paths of those."""
+    calls, failed = _calls_of(model, call, paths), []
+    for path in paths:
+        module = model.get_submodule(path)
+        if path not in calls:
+            left.append(f"{path} is replicated: the example inputs do not reach it")
+        elif _shares_parameters(model, module):
+            left.append(f"{path} is replicated: modules outside of it share its parameters")
+        else:
+            try:
+                found.append(Part(path, planned(f"{path}.", module, calls[path]), calls[path]))
+            except CaptureError as error:
+                left.append(f"{path} is replicated but for modules in it: {error.found}")
+                failed.append(path)
+    return failed
+
+
+def _children(model: nn.Module, path: str) -> list[str]:
+    """Names of a module's children that have parameters."""
+    children = model.get_submodule(path).named_children()
+    return [name for name, child in children if next(child.parameters(), None) is not None]
+
+
+def _calls_of(model: nn.Module, call: Call, paths: list[str]) -> dict[str, Call]:
+    """Arguments of the first call of every module named, from a run of the model."""
     calls: dict[str, Call] = {}
 
     def note(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -127,7 +150,7 @@ def _calls_of_blocks(model: nn.Module, call: Call) -> dict[str, Call]:
         model.get_submodule(path).register_forward_pre_hook(
             functools.partial(note, path), with_kwargs=True
         )
-        for path in block_paths(model)
+        for path in paths
     ]
     try:
         with _kept_as_it_is(model):
