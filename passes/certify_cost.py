@@ -1,7 +1,7 @@
 """Recompute the plan's cost from the graph that will run, and hold the solver to it."""
 
 from tpcompile.placement import step_ticks
-from tpcompile.problem import Assignment, resident_ticks
+from tpcompile.problem import Assignment
 from tpcompile.program import Program
 
 
@@ -18,7 +18,7 @@ def certify_cost(program: Program) -> Program:
     plan: Assignment = program.extra["assignment"]
     cost = plan.choices.cost
     total = sum(
-        resident_ticks(n, s, plan.choices)
+        plan.choices.resident_ticks(n, s)
         for n, s in plan.parameters.items()
         if program.is_parameter(n)
     )

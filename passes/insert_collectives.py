@@ -80,6 +80,9 @@ def _need(reader: fx.Node, slot: int, plan: Assignment, delivery: Delivery) -> S
     strategy = plan.strategies.get(reader)
     if strategy is not None:
         return strategy.ins[slot]
+    decider = plan.problem.decider(reader, slot)
+    if decider is not reader:
+        return plan.parameters[decider]
     return min(plan.problem.needs(reader, slot), key=delivery.total)
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import fx
 from tpcompile.passes.insert_collectives import Conversion
 
+from tpcompile.cache_plan import cached_inputs
+from tpcompile.caches import HEADS
 from tpcompile.dims import Dim, contains, segments_of
 from tpcompile.layout import is_even, share, start
 from tpcompile.placement import State
@@ -41,6 +43,7 @@ def localize(program: Program) -> Program:
         if program.is_parameter(node)
     }
     program.extra["split_outputs"] = _split_outputs(program, context)
+    program.extra["input_shapes"] = _local_inputs(program, context)
     program.extra["dynamic"] = context.dynamic
     return program
 
@@ -227,10 +230,28 @@ def _plus(a: Any, b: Any, context: _Context) -> Any:
     return a if b == 0 else context._call(operator.add, (a, b), None)
 
 
+def _local_inputs(program: Program, context: _Context) -> dict[str, tuple[Any, ...]]:
+    """Shapes of the inputs on this rank: the tensors of caches are parts."""
+    shapes: dict[str, tuple[Any, ...]] = dict(program.extra["input_shapes"])
+    _, size, rank = context.axis
+    for node, path in cached_inputs(program).items():
+        entry = program.extra["cache_entries"][path]
+        if entry is not None:
+            whole = shapes[node.name]
+            local = entry.local_size(size, rank)
+            shapes[node.name] = (*whole[:HEADS], local, *whole[HEADS + 1 :])
+    return shapes
+
+
 def _split_outputs(program: Program, context: _Context) -> dict[int, int]:
-    """Number of a returned tensor -> dim, for those that leave in chunks of it."""
+    """Number of a returned tensor -> dim, for those that leave as DTensors in chunks of it."""
     found = {}
+    if program.extra.get("outputs") != "sharded":
+        return found
+    cached = program.extra["assignment"].problem.caches.outputs
     for i, node in enumerate(user_outputs(program)):
+        if i in cached:
+            continue
         (state,) = node.meta.get("states", (None,))  # none where no plan was made
         if isinstance(state, Dim):
             found[i], _ = _split_dim(node.meta["dims"][0], state)

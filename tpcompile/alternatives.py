@@ -11,7 +11,7 @@ from tpcompile.dims import Dim
 from tpcompile.formulas import bytes_text, seconds_text
 from tpcompile.layout import share
 from tpcompile.placement import State
-from tpcompile.problem import Assignment, Problem, resident_ticks
+from tpcompile.problem import Assignment, Problem
 from tpcompile.solver import Infeasible, Solution
 
 
@@ -64,8 +64,8 @@ def _difference(plan: Assignment, other: Solution) -> Difference:
         new, old = states[other.choice[problem.variable[node]]], chosen[node.name]
         leaf = problem.program.leaves[node.name]
         if new != old and leaf.kind == "parameter":
-            resident += resident_ticks(node, new, problem.choices)
-            resident -= resident_ticks(node, old, problem.choices)
+            resident += problem.choices.resident_ticks(node, new)
+            resident -= problem.choices.resident_ticks(node, old)
             nbytes += _bytes(problem, node, new) - _bytes(problem, node, old)
     return Difference(price * 1e-12, (price - resident) * 1e-12, nbytes)
 

@@ -1,27 +1,31 @@
 """Trace an unmodified model into one graph of ATen training ops."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .caches import caches_in
 from .capture_inputs import (
+    SizeGroups,
     autocast_state,
-    bind_inputs,
-    dynamic_dims,
+    bind,
     flatten_inputs,
+    size_groups,
     unify_sizes,
 )
 from .capture_mode import TraceMode
+from .capture_output import OutputSpec, take_output
 from .capture_program import program_from_export
 from .capture_watch import Watch, user_line, watch_forward
 from .errors import CaptureError
 from .program import Program
 from .quiet import quiet
 from .refusals import check_module
-from .structure import Structure, flatten, is_tensor
+from .structure import Flat, is_tensor
+from .torch_private import lengths_of_one
 
 __all__ = ["capture", "flatten_inputs", "unflatten_output"]
 
@@ -40,14 +44,14 @@ def capture(
         CaptureError: The forward cannot be traced into one graph.
     """
     check_module(model)
-    tensors, structure, names = bind_inputs(model, args, kwargs)
+    bound = bind(model, args, kwargs)
     attempts = [(True, False), (False, False), (True, True), (False, True)]
     first = plain = None
     for is_dynamic, strict in attempts:
         if is_dynamic and not dynamic:
             continue
         try:
-            program = _trace(model, tensors, structure, names, is_dynamic, strict)
+            program = _trace(model, bound, is_dynamic, strict)
         except CaptureError:
             raise
         except Exception as error:
@@ -61,27 +65,27 @@ def capture(
     raise _capture_error(model, plain) from plain
 
 
-def unflatten_output(out_spec: Structure, tensors: list[Any]) -> Any:
+def unflatten_output(out_spec: OutputSpec, tensors: list[Any]) -> Any:
     """The user's output, of the type that the model returns, from the flat tensors."""
-    return out_spec.unflatten(iter(tensors))
+    return out_spec.rebuild(tensors)
 
 
 class _Flat(nn.Module):
     """The model as a function of flat tensors, so that every structure is ours to keep."""
 
-    def __init__(
-        self, model: nn.Module, structure: Structure, sizes: list[tuple[int, ...]] | None
-    ) -> None:
+    def __init__(self, model: nn.Module, bound: Flat, groups: list[SizeGroups] | None) -> None:
         super().__init__()
         self.model = model
-        self.structure = structure
-        self.sizes = sizes
+        self.structure = bound.structure
+        self.groups = groups
+        self.caches: list[Any] = []
         self.autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     def forward(self, tensors: list[Tensor]) -> Any:
-        if self.sizes is not None:
-            unify_sizes(tensors, self.sizes)
+        if self.groups is not None:
+            unify_sizes(tensors, self.groups)
         args, kwargs = self.structure.unflatten(iter(tensors))
+        self.caches[:] = caches_in((args, kwargs))
         with ExitStack() as stack:
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype))
@@ -91,17 +95,17 @@ class _Flat(nn.Module):
 class _FlatOutput(_Flat):
     """Flat outputs as well; `found` gets their structure."""
 
-    found: list[Structure]
+    found: list[OutputSpec]
     assigned: list[str]
 
     def forward(self, tensors: list[Tensor]) -> Any:
         owners = [(name, m, dict(m._buffers)) for name, m in self.model.named_modules()]
         with TraceMode():
             output = super().forward(tensors)
-        leaves, structure, _ = flatten(output, _is_traced)
+        leaves, spec = take_output(output, self.caches, tensors)
         if not all(map(is_tensor, leaves)):
             raise ValueError("the output holds an input's size, which is a number")
-        self.found[:] = [structure]
+        self.found[:] = [spec]
         self.assigned.clear()
         for name, module, buffers in owners:
             for key, old in buffers.items():
@@ -116,21 +120,21 @@ class _FlatOutput(_Flat):
 
 def _trace(
     model: nn.Module,
-    tensors: list[Tensor],
-    structure: Structure,
-    names: list[str],
+    bound: Flat,
     dynamic: bool,
     strict: bool,
 ) -> Program:
-    sizes = [tuple(t.shape) for t in tensors]
-    wrapper = (_Flat if strict else _FlatOutput)(model, structure, sizes if dynamic else None)
-    found: list[Structure] = []
+    tensors: list[Tensor] = bound.leaves
+    groups = size_groups(bound)
+    wrapper = (_Flat if strict else _FlatOutput)(model, bound, groups if dynamic else None)
+    found: list[OutputSpec] = []
     assigned: list[str] = []
     if isinstance(wrapper, _FlatOutput):
         wrapper.found, wrapper.assigned = found, assigned
     wrapper.autocast = autocast_state(tensors)
     with (
         watch_forward(model) as watch,
+        lengths_of_one() if bound.caches else nullcontext(),
         _plain_context(wrapper.autocast),
         _one_device(model, strict) as to,
     ):
@@ -138,10 +142,25 @@ def _trace(
         inputs = [
             t.detach().requires_grad_(t.requires_grad) for t in _distinct([to(t) for t in tensors])
         ]
-        exported = _export(wrapper, inputs, dynamic, strict)
-    program = program_from_export(exported, model, names, found[0] if found else None, assigned)
+        exported = _export(wrapper, inputs, groups if dynamic else None, strict)
+    spec = found[0] if found else None
+    program = program_from_export(exported, model, bound.paths, spec, assigned)
+    _note_caches(program, bound, groups)
     program.notes += _notes(watch)
     return program
+
+
+def _note_caches(program: Program, bound: Flat, groups: list[SizeGroups]) -> None:
+    """Which inputs are in caches, and which of their dims are lengths."""
+    names = [node.name for node in program.placeholders("input")]
+    read = zip(names, bound.entries, strict=True)
+    program.extra["cache_inputs"] = {name: entry for name, entry in read if entry}
+    program.extra["lengths"] = {
+        (name, dim)
+        for name, dims in zip(names, groups, strict=True)
+        for dim, group in dims.items()
+        if group.startswith("length")
+    }
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
@@ -155,15 +174,15 @@ def _distinct(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _export(
-    wrapper: nn.Module, inputs: list[Tensor], dynamic: bool, strict: bool
+    wrapper: nn.Module, inputs: list[Tensor], groups: list[SizeGroups] | None, strict: bool
 ) -> torch.export.ExportedProgram:
     auto = torch.export.Dim.AUTO
-    dims = [dict.fromkeys(dims, auto) or None for dims in dynamic_dims(inputs)]
+    dims = [dict.fromkeys(each, auto) or None for each in groups or ()]
     with quiet():
         return torch.export.export(
             wrapper,
             (inputs,),
-            dynamic_shapes={"tensors": dims} if dynamic else None,
+            dynamic_shapes=None if groups is None else {"tensors": dims},
             strict=strict,
         )
 
@@ -224,10 +243,6 @@ def _is_freed(t: Tensor) -> bool:
 
 def _is_parameter(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter)
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _notes(watch: Watch) -> list[str]:

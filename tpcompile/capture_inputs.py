@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .caches import LENGTHS
 from .errors import InputError
-from .structure import Structure, flatten, is_tensor
+from .structure import Flat, Structure, is_tensor, take_apart
 
 
 def flatten_inputs(
@@ -25,15 +26,27 @@ def flatten_inputs(
     Raises:
         InputError: The arguments do not fit the forward's signature.
     """
-    tensors, structure, _ = bind_inputs(model, args, kwargs)
+    bound = bind(model, args, kwargs)
+    return bound.leaves, call_key(bound)
+
+
+def call_key(bound: Flat) -> Hashable:
+    """The key of `flatten_inputs`."""
+    tensors: list[Tensor] = bound.leaves
     kinds = tuple((t.dtype, t.ndim, t.requires_grad) for t in tensors)
-    return tensors, (structure, kinds, autocast_state(tensors))
+    return bound.structure, kinds, autocast_state(tensors)
 
 
 def bind_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], Structure, list[str]]:
-    """(tensors, structure, names); the structure rebuilds `(args, kwargs)` in one fixed order.
+    """(tensors, structure, names); the structure rebuilds `(args, kwargs)` in one fixed order."""
+    bound = bind(model, args, kwargs)
+    return bound.leaves, bound.structure, bound.paths
+
+
+def bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat:
+    """The arguments of a call, taken apart in one fixed order, the tensors named.
 
     Arguments that are their parameter's default are left out.
     """
@@ -63,8 +76,9 @@ def bind_inputs(
             names.append(name)
         elif value is not parameter.default:
             keywords[name] = value
-    leaves, structure, paths = flatten((tuple(positional), keywords), is_tensor)
-    return leaves, structure, [_input_name(path, names) for path in paths]
+    flat = take_apart((tuple(positional), keywords), is_tensor)
+    flat.paths = [_input_name(path, names) for path in flat.paths]
+    return flat
 
 
 def _input_name(path: str, positional: list[str]) -> str:
@@ -84,26 +98,50 @@ def autocast_state(tensors: list[Tensor]) -> tuple[tuple[str, torch.dtype], ...]
     )
 
 
-def dynamic_dims(tensors: list[Tensor]) -> list[list[int]]:
-    """Dims of each tensor that may vary from call to call: the first two where larger than 1.
+SizeGroups = dict[int, str]
+"""Dim of an input that may vary from call to call -> the group of dims that are of one size."""
 
-    Batch and sequence come first in nearly every model; sizes 0 and 1 change what ops mean.
+
+def size_groups(bound: Flat) -> list[SizeGroups]:
+    """Dims of each input that may vary: batch and sequence, which come first in nearly every model.
+
+    Not where they are 0 or 1, which changes what ops mean; the length of a cache may be 1.
+    Inputs of one group and one example size have one size always.
     """
-    return [[dim for dim in range(min(2, t.ndim)) if t.shape[dim] > 1] for t in tensors]
+    found = []
+    for tensor, entry in zip(bound.leaves, bound.entries, strict=True):
+        groups = _entry_groups(tensor, entry) if entry else {0: "batch", 1: "sequence"}
+        found.append(
+            {
+                dim: f"{group} {tensor.shape[dim]}" if group else ""
+                for dim, group in groups.items()
+                if dim < tensor.ndim and tensor.shape[dim] >= (1 if group == "length" else 2)
+            }
+        )
+    return found
 
 
-def unify_sizes(tensors: list[Tensor], sizes: list[tuple[int, ...]]) -> None:
-    """Say that inputs of one example size at dim 0 (or at dim 1) are of one size there always.
+def _entry_groups(tensor: Tensor, entry: str) -> SizeGroups:
+    """Groups of a cache's tensor, before their sizes are told apart."""
+    name = entry.rpartition(".")[2]
+    if name in LENGTHS:
+        return {0: "batch" if name == "batch_size" else "length"}
+    if tensor.ndim == 4:
+        return {0: "batch", 2: "length" if name in ("keys", "values") else ""}
+    return {0: "batch", 1: ""}
+
+
+def unify_sizes(tensors: list[Tensor], groups: list[SizeGroups]) -> None:
+    """Say which inputs are of one size always.
 
     Inputs of one batch would get a symbol each, and nothing could be concluded from any.
     """
-    for dim in (0, 1):
-        first: dict[int, Tensor] = {}
-        for tensor, size in zip(tensors, sizes, strict=True):
-            if len(size) > dim and size[dim] > 1:
-                leader = first.setdefault(size[dim], tensor)
-                if leader is not tensor:
-                    torch._check(tensor.size(dim) == leader.size(dim))
+    first: dict[str, Any] = {}
+    for tensor, dims in zip(tensors, groups, strict=True):
+        for dim, group in dims.items():
+            size = tensor.size(dim)
+            if group and first.setdefault(group, size) is not size:
+                torch._check(size == first[group])
 
 
 def _signature_error(

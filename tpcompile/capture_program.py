@@ -9,10 +9,11 @@ import sympy
 import torch
 from torch import fx, nn
 
+from .capture_output import OutputSpec
 from .capture_watch import is_user_file
 from .program import Leaf, LeafKind, Program
 from .program_edit import arguments
-from .structure import Structure, flatten
+from .structure import flatten
 from .torch_private import FakeTensor, pytree, shape_guards, sym_expr
 
 KINDS: dict[str, LeafKind] = {
@@ -29,7 +30,7 @@ def program_from_export(
     exported: torch.export.ExportedProgram,
     model: nn.Module,
     names: list[str],
-    out_spec: Structure | None,
+    out_spec: OutputSpec | None,
     assigned: list[str],
 ) -> Program:
     """The program of an exported wrapper around `model`, whose inputs are called `names`.
@@ -95,7 +96,7 @@ def _merge_aliases(program: Program, model: nn.Module) -> None:
 
 
 def _set_outputs(
-    program: Program, exported: torch.export.ExportedProgram, out_spec: Structure | None
+    program: Program, exported: torch.export.ExportedProgram, out_spec: OutputSpec | None
 ) -> None:
     output = program.output()
     flat = list(arguments(output)[0])
@@ -103,9 +104,10 @@ def _set_outputs(
         signature = exported.module_call_graph[0].signature
         assert signature is not None
         spec = signature.out_spec
-        flat, out_spec, _ = flatten(
+        flat, structure, _ = flatten(
             pytree.tree_unflatten(flat, spec), lambda value: isinstance(value, fx.Node)
         )
+        out_spec = OutputSpec(structure)
     output.args = (tuple(flat),)
     program.out_spec, program.n_outputs = out_spec, len(flat)
 

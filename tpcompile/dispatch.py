@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpcompile.caches import caches_in
 from tpcompile.calls import describe, examples, rebuild
-from tpcompile.capture import flatten_inputs
+from tpcompile.capture_inputs import bind, call_key
 from tpcompile.errors import InputError
 from tpcompile.parameters import slots
 from tpcompile.recapture import Recapture
 from tpcompile.runtime import GRAPHS, Variant
+from tpcompile.structure import Flat
 
 
 @dataclass
@@ -22,8 +24,14 @@ class Route:
 
     order: tuple[int, ...]
     """Which tensor of the call is the first input of the variants, the second, ..."""
+    caches: tuple[int, ...]
+    """Which of the call's caches is the variants' first, second, ..."""
     variants: list[Variant]
     """Of all sizes so far; shared by routes that differ in how arguments are passed."""
+
+
+Found = tuple[Variant, list[Tensor], list[Any]]
+"""The variant that runs a call, its input tensors and its caches."""
 
 
 class Dispatcher:
@@ -44,28 +52,34 @@ class Dispatcher:
 
     def add(self, args: Any, kwargs: Any, variant: Variant) -> None:
         """Keep a variant made for these inputs."""
-        self._variants_for(args, kwargs)[1].append(variant)
+        self._variants_for(bind(self.model, args, kwargs)).append(variant)
 
     def first(self) -> Variant:
         """The variant that the model was sharded with."""
         return next(chain.from_iterable(self.variants.values()))
 
-    def find(self, args: Any, kwargs: Any) -> tuple[Variant, list[Tensor]]:
-        """The variant that fits these inputs, made now if there is none, and its input tensors."""
+    def find(self, args: Any, kwargs: Any) -> Found:
+        """The variant that fits these inputs, made now if there is none."""
         tensors: list[Tensor] = []
-        description = describe((*args, *kwargs.values()), tensors)
+        caches: list[Any] = []
+        description = describe((*args, *kwargs.values()), tensors, caches)
         if description is None:
-            tensors, variants = self._variants_for(args, kwargs)
+            bound = bind(self.model, args, kwargs)
+            tensors, caches, variants = bound.leaves, bound.caches, self._variants_for(bound)
         else:
             route = self.routes[self.number(self._key(args, kwargs, description))]
-            tensors, variants = [tensors[i] for i in route.order], route.variants
+            tensors, caches = [tensors[i] for i in route.order], [caches[i] for i in route.caches]
+            variants = route.variants
         for variant in variants:
             if variant.fits(*tensors):
-                return variant, tensors
+                return variant, tensors, caches
+        if self.capture.cut(caches):
+            return self.find(args, kwargs)
         variants.append(self.capture(args, kwargs))
-        return variants[-1], tensors
+        # The first capture says how the tensors of caches are dealt out.
+        return self.find(args, kwargs) if caches else (variants[-1], tensors, caches)
 
-    def find_traced(self, args: Any, kwargs: Any) -> tuple[Variant, list[Tensor]]:
+    def find_traced(self, args: Any, kwargs: Any) -> Found:
         """`find` as torch.compile can trace it: what depends on no tensor runs beside the trace."""
         tensors: list[Tensor] = []
         description = describe((*args, *kwargs.values()), tensors)
@@ -79,7 +93,7 @@ class Dispatcher:
         ordered = [tensors[i] for i in route.order]
         for variant in route.variants:
             if variant.fits(*ordered):
-                return variant, ordered
+                return variant, ordered, []
         _refuse_new(type(self.model).__name__)
         raise AssertionError
 
@@ -89,9 +103,11 @@ class Dispatcher:
         number = self.numbers.get(full)
         if number is None:
             marks = examples(key[2], self.device)
-            tensors, variants = self._variants_for(*_arguments(key, marks))
-            places = {id(mark): i for i, mark in enumerate(marks)}
-            self.routes.append(Route(tuple(places[id(t)] for t in tensors), variants))
+            args, kwargs = _arguments(key, marks)
+            bound, given = bind(self.model, args, kwargs), list(caches_in((args, kwargs)))
+            order = tuple(_place(tensor, marks) for tensor in bound.leaves)
+            caches = tuple(_place(cache, given) for cache in bound.caches)
+            self.routes.append(Route(order, caches, self._variants_for(bound)))
             number = self.numbers[full] = len(self.routes) - 1
         return number
 
@@ -120,9 +136,12 @@ class Dispatcher:
         autocast = torch.get_autocast_dtype(self.device) if on else None
         return len(args), tuple(kwargs), description, autocast
 
-    def _variants_for(self, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Variant]]:
-        tensors, key = flatten_inputs(self.model, args, kwargs)
-        return tensors, self.variants.setdefault((key, self.state()), [])
+    def _variants_for(self, bound: Flat) -> list[Variant]:
+        return self.variants.setdefault((call_key(bound), self.state()), [])
+
+
+def _place(item: Any, items: list[Any]) -> int:
+    return next(i for i, other in enumerate(items) if other is item)
 
 
 def _arguments(key: tuple[Any, ...], tensors: list[Tensor]) -> tuple[tuple[Any, ...], Any]:

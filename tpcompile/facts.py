@@ -5,6 +5,7 @@ import operator
 import torch
 from torch import fx
 
+from tpcompile.cache_plan import cached_inputs
 from tpcompile.dims import Atoms, Dim
 from tpcompile.program import Program, operands, values
 from tpcompile.strategies import Facts
@@ -29,6 +30,7 @@ _SELECTIONS = tuple(f"aten.{op}" for op in ("topk", "sort", "argsort", "argmax",
 def facts_of(program: Program) -> Facts:
     """Which values are trained, depend on parameters, or on parameters alone."""
     facts = Facts(set(), set(), set())
+    cached = cached_inputs(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             leaf = program.leaves[node.name]
@@ -37,6 +39,8 @@ def facts_of(program: Program) -> Facts:
             if leaf.kind == "parameter":
                 facts.from_parameters.add(node)
                 facts.only_parameters.add(node)
+            elif node in cached:
+                facts.from_parameters.add(node)  # by a call before
         elif node.op == "call_function":
             _derive(node, facts, program)
     _find_selecting(program, facts)

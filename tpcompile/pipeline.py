@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpcompile import recording
+from tpcompile.cache_plan import planned_entries
+from tpcompile.caches import Entries
 from tpcompile.cost import CostModel
 from tpcompile.dump import dump
 from tpcompile.errors import InputError
@@ -152,19 +154,27 @@ def plan(
     outputs: str = "replicated",
     pins: dict[str, Any] | None = None,
     hardware: Hardware = DEFAULT,
+    caches: Entries | None = None,
     dumps: bool = False,
 ) -> Program:
-    """Decide and insert: a normalized program to one with placements and collectives."""
+    """Decide and insert: a normalized program to one with placements and collectives.
+
+    `caches` says how tensors of caches are dealt out so far; None: they are whole, as outputs are.
+    """
+    if sequence_parallel == "auto" and program.out_spec is not None and program.out_spec.after:
+        sequence_parallel = False  # one graph for prompts of any length
     program.extra.update(
         cost=CostModel(size, hardware, split_light=sequence_parallel is not False),
         sequence_parallel=sequence_parallel,
         outputs=outputs,
+        caches=caches,
         pins=(pins or {}) if size > 1 else {},  # one rank holds everything, pinned or not
     )
     program = run(program, PLAN, dumps=dumps)
     program.extra["collectives"] = collectives_of(program)
     program.extra["styles"] = styles_of(program)
     mark_states(program)
+    program.extra["cache_entries"] = planned_entries(program)
     if recording.is_on():
         recording.write_planned(program)
     return program

@@ -10,7 +10,8 @@ import numpy as np
 from torch import fx
 
 from tpcompile.attention import avoidable
-from tpcompile.cost import CostModel, bytes_of, ticks
+from tpcompile.cache_plan import cache_plan
+from tpcompile.cost import CostModel
 from tpcompile.dims import Dim, ordered
 from tpcompile.placement import P, R, State, Value
 from tpcompile.program import Program, operands, values
@@ -85,6 +86,7 @@ class Problem:
             atoms=extra["atoms"],
         )
         self._n_outputs = len(user_outputs(self.program))
+        self.caches = cache_plan(self.program, self.choices)
         self.pins: dict[str, Pin] = extra.get("pins", {})
         leaves = self.program.leaves
         self.choices.pinned = {
@@ -127,8 +129,12 @@ class Problem:
         kind = self.program.leaves[node.name].kind
         if kind == "parameter":
             states = self.states[node] = self._parameter_states(node)
-            self._variable(node, [resident_ticks(node, s, self.choices) for s in states])
+            self._variable(node, [self.choices.resident_ticks(node, s) for s in states])
             self._pin(node, states)
+        elif node in self.caches.inputs:
+            dims = node.meta["dims"][0]
+            states = self.states[node] = self.caches.states(dims, self.caches.inputs[node])
+            self._variable(node, self.caches.prices(states))
         elif node in self.facts.trained:
             self.states[node] = [R]
             self._variable(node, [0.0])
@@ -169,8 +175,9 @@ class Problem:
         if len(readers) > 1 and self._worth_sharing(have, needs):
             self._deliver(key, value, have, readers, needs, flags)
             return
-        for (reader, _), need, flag in zip(readers, needs, flags, strict=True):
-            self._add((node, reader), self._table(key, value, flag, have, need))
+        for (reader, slot), need, flag in zip(readers, needs, flags, strict=True):
+            decider = self.decider(reader, slot)
+            self._add((node, decider), self._table(key, value, flag, have, need))
 
     def needs(self, reader: fx.Node, slot: int) -> list[State]:
         """The states in which an operand may arrive, one for each strategy of its reader.
@@ -179,12 +186,22 @@ class Problem:
         """
         if reader in self.strategies:
             return [s.ins[slot] for s in self.strategies[reader]]
-        if reader.op == "output" and self.program.extra["outputs"] == "sharded":
-            source = operands(reader)[slot]
-            if slot < self._n_outputs:
-                dims = value_of(source)[0].meta["dims"][value_of(source)[1]]
-                return self.choices.output_states(dims)
-        return [R]
+        if reader.op != "output":
+            return [R]
+        decider = self.decider(reader, slot)
+        if decider is not reader:
+            return self.states[decider]
+        node, index = value_of(operands(reader)[slot])
+        dims = node.meta["dims"][index]
+        if slot in self.caches.outputs:
+            return self.caches.states(dims, self.caches.outputs[slot])
+        sharded = self.program.extra["outputs"] == "sharded" and slot < self._n_outputs
+        return self.choices.output_states(dims) if sharded else [R]
+
+    def decider(self, reader: fx.Node, slot: int) -> fx.Node:
+        """The node whose strategy, or state, says how an operand of `reader` has to arrive."""
+        source = self.caches.source_for(slot) if reader.op == "output" else None
+        return source or reader
 
     def _worth_sharing(self, have: list[State], needs: list[list[State]]) -> bool:
         """Whether two readers could need one form that differs from what there is."""
@@ -218,13 +235,14 @@ class Problem:
         to_form = self._table(key, value, any(flags), have, forms)
         first = np.hstack([to_form, np.zeros((len(have), 1))])
         self._add_raw((self.variable[node], delivery), first)
-        for (reader, _), need, flag in zip(readers, needs, flags, strict=True):
+        for (reader, slot), need, flag in zip(readers, needs, flags, strict=True):
+            decider = self.decider(reader, slot)
             direct = self._table(key, value, flag, have, need)
             shared = self._table(key, value, flag, forms, need)
             shared = np.vstack([shared, np.full((1, len(need)), np.inf)])
             table = np.minimum(direct[:, None, :], shared[None, :, :])
-            if reader in self.variable:
-                self._add_raw((self.variable[node], delivery, self.variable[reader]), table)
+            if decider in self.variable:
+                self._add_raw((self.variable[node], delivery, self.variable[decider]), table)
             else:
                 self._add_raw((self.variable[node], delivery), table.min(axis=2))
 
@@ -278,13 +296,3 @@ class Problem:
             if pick < len(forms):
                 delivered[key] = forms[pick]
         return Assignment(chosen, states, delivered, solution.cost, self, solution.largest)
-
-
-def resident_ticks(node: fx.Node, state: State, choices: Choices) -> float:
-    """Picoseconds that a parameter's local bytes are worth."""
-    val = node.meta["val"]
-    nbytes: float = bytes_of(val)
-    if isinstance(state, Dim):
-        # The mean over ranks: the price is a preference for sharding, not for even shares.
-        nbytes /= choices.cost.size
-    return ticks(choices.cost.resident(nbytes, val.ndim, node in choices.facts.trained))

@@ -1,7 +1,7 @@
 """Capture a sharded model again, for inputs or modes that no variant fits."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile import pipeline
 from tpcompile.agreement import agree, digest, meet
+from tpcompile.caches import HEADS, Entries
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.emit import emit
 from tpcompile.errors import TpcompileError
@@ -20,7 +21,7 @@ from tpcompile.planning import captured, check_rules
 from tpcompile.program import Program
 from tpcompile.runtime import Variant
 from tpcompile.storage import ParamLayout
-from tpcompile.structure import flatten, is_tensor
+from tpcompile.structure import flatten, is_tensor, renew, take_apart
 
 
 def twin_of(model: nn.Module) -> nn.Module | None:
@@ -68,6 +69,7 @@ class Recapture:
         self.group = mesh.get_group()
         self.axis = (self.group.group_name, mesh.size(), mesh.get_local_rank())
         self.settings = settings
+        self.caches: Entries = settings.options["caches"] or {}
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.pairs = [] if twin is None else list(zip(twin.modules(), model.modules(), strict=True))
 
@@ -77,6 +79,7 @@ class Recapture:
         Raises:
             RankMismatchError: The other ranks need none now, or one for other inputs.
         """
+        args, kwargs = self._whole(args, kwargs)
         asked = f"call {self.name} with inputs of a new kind"
         meet(self.group, asked, self._text(args, kwargs))
         # A checkpoint around the model would count what tracing saves.
@@ -90,9 +93,42 @@ class Recapture:
                 lambda program: [program],
                 self.group,
             )
+            self.caches.update(program.extra["cache_entries"])
             pipeline.local(program, self.axis)
             pipeline.run(program, pipeline.EMIT)
             return emit(program, self.modules, self.mesh)
+
+    def cut(self, caches: Sequence[Any]) -> bool:
+        """Keep this rank's part of every tensor that is whole in a cache; whether one was."""
+        found = False
+        for cache in caches:
+            flat = take_apart(cache, is_tensor)
+            parts = [self._part(*each) for each in zip(flat.leaves, flat.entries, strict=True)]
+            if any(part is not leaf for part, leaf in zip(parts, flat.leaves, strict=True)):
+                renew(cache, flat.structure, iter(parts))
+                found = True
+        return found
+
+    def _part(self, tensor: Tensor, path: str) -> Tensor:
+        entry, (_, size, rank) = self.caches.get(path), self.axis
+        if size == 1 or entry is None or tensor.shape[HEADS] != entry.size:
+            return tensor
+        return entry.part(tensor, size, rank)
+
+    def _whole(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, with empty tensors of the global shape for parts of caches."""
+        flat = take_apart((args, kwargs), is_tensor)
+        if not flat.caches:
+            return args, kwargs
+        _, size, rank = self.axis
+        leaves: list[Tensor] = []
+        for tensor, path in zip(flat.leaves, flat.entries, strict=True):
+            entry, shape = self.caches.get(path), list(tensor.shape)
+            if entry is not None and shape[HEADS] == entry.local_size(size, rank):
+                shape[HEADS] = entry.size
+            same = shape == list(tensor.shape)
+            leaves.append(tensor if same else tensor.new_empty(shape))
+        return flat.structure.unflatten(iter(leaves))
 
     def immutable(self) -> Iterator[Any]:
         """What copies of the model share; the twin has no weights that could be copied."""

@@ -1,7 +1,7 @@
 """What runs after sharding: the user's module, its forward replaced by emitted graphs."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tpcompile.capture import unflatten_output
 from tpcompile.errors import TpcompileError
 from tpcompile.parameters import local_parameter
 from tpcompile.program import Program
@@ -77,14 +76,14 @@ class Variant:
     mesh: DeviceMesh | None = None
     """The axis, where outputs leave in pieces."""
 
-    def run(self, model: nn.Module, tensors: list[Tensor]) -> Any:
-        """The user's output for flat input tensors."""
+    def run(self, model: nn.Module, tensors: list[Tensor], caches: Sequence[Any] = ()) -> Any:
+        """The user's output for flat input tensors; the call's caches are brought up to date."""
         read = [s.read(self.rank) for s in self.sources]
         outs = self.root.forward(model, *read, *self.constants, *tensors)
         n = self.program.n_outputs
         if len(outs) > n:
             self._update(outs[n:], tensors)
-        return unflatten_output(self.program.out_spec, self._joined(list(outs[:n])))
+        return self.program.out_spec.rebuild(self._joined(list(outs[:n])), caches, tensors)
 
     def _joined(self, outs: list[Any]) -> list[Any]:
         """The outputs, pieces as DTensors."""

@@ -27,8 +27,8 @@ class ShardedModule(nn.Module):
         """As the original forward, on this rank's part of the work."""
         dispatcher: Dispatcher = self.__dict__[DISPATCHER]
         find = dispatcher.find_traced if torch.compiler.is_compiling() else dispatcher.find
-        variant, tensors = find(args, kwargs)
-        return variant.run(self, tensors)
+        variant, tensors, caches = find(args, kwargs)
+        return variant.run(self, tensors, caches)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded model with parameters of its own, on the same ranks."""

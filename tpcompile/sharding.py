@@ -88,6 +88,7 @@ def shard(
         "sequence_parallel": sequence_parallel_for(sequence_parallel, plan),
         "outputs": outputs_for(outputs),
         "hardware": hardware_for(hardware, mesh.device_type),
+        "caches": {},
     }
 
     def decide() -> tuple[tuple[Any, ...], dict[str, Any], Parts]:
@@ -113,6 +114,8 @@ def shard(
         lambda made: made[2].programs().values(),
         submesh.get_group(),
     )
+    for program in parts.programs().values():
+        options["caches"].update(program.extra["cache_entries"])
     _install(model, parts, submesh, optimizer, Settings(options, passes, strict))
     return model
 
@@ -158,7 +161,7 @@ def _install(
 
 def _options_for(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a part: what blocks hand to the Python around them is whole."""
-    return {**options, "outputs": "replicated"} if path else dict(options)
+    return {**options, "outputs": "replicated", "caches": None} if path else dict(options)
 
 
 def _set_plan(module: nn.Module, plan: Plan) -> None:

@@ -33,9 +33,9 @@ def size_check(
     """A function of the input tensors in order: whether these sizes fit.
 
     Fixed dims are equal, each symbol has one value, which is not 0 or 1 (those change what ops
-    mean), the guards are true, and `degree` divides the sizes `dealt` out.  It is generated
-    because it runs before every step, and because torch.compile traces it: its conditions become
-    guards on the sizes.
+    mean; a cache may be of length 1), the guards are true, and `degree` divides the sizes `dealt`
+    out.  It is generated because it runs before every step, and because torch.compile traces it:
+    its conditions become guards on the sizes.
     """
     inputs = [node.name for node in program.placeholders("input")]
     where = {symbol: f"{name}.shape[{dim}]" for symbol, (name, dim) in program.symbols.items()}
@@ -57,8 +57,9 @@ def _shape_tests(
     shapes: dict[str, tuple[Any, ...]] = program.extra["input_shapes"]
     for name, expected in shapes.items():
         yield f"{name}.ndim == {len(expected)}"
-    for place in where.values():
-        yield f"{place} >= 2"
+    lengths: set[tuple[str, int]] = program.extra["lengths"]
+    for symbol, place in program.symbols.items():
+        yield f"{where[symbol]} >= {1 if place in lengths else 2}"
     for name, expected in shapes.items():
         for dim, size in enumerate(expected):
             own = f"{name}.shape[{dim}]"

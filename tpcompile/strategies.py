@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from tpcompile.cost import CostModel, ticks
+from tpcompile.cost import CostModel, bytes_of, ticks
 from tpcompile.dims import Atoms, Dim, MaybeDim, ordered, segments_of
 from tpcompile.layout import share
 from tpcompile.placement import STAR, P, R, State
@@ -154,7 +154,7 @@ class Choices:
         for name in rule.plain:
             if name in bound:
                 refused |= {
-                    a for a in self.atoms.splitting(bound[name]) if not _is_plain(bound[name], a)
+                    a for a in self.atoms.splitting(bound[name]) if not is_plain(bound[name], a)
                 }
         if self._is_table(node, leaves):
             refused.add(self.width)  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ class Choices:
             for atom in ordered(self.atoms.splitting(dim)):
                 once = sum(atom in self.atoms.leaves(other) for other in dims) == 1
                 even = self.hint(atom) % self.cost.size == 0 and not self.unusable(atom)
-                if once and even and _is_plain(dim, atom):  # type: ignore[arg-type]
+                if once and even and is_plain(dim, atom):  # type: ignore[arg-type]
                     found.append(atom)
         return found
 
@@ -228,6 +228,15 @@ class Choices:
         if atom not in self.weights and size % degree:
             return f"{size} is not divisible by {degree}"
         return ""
+
+    def resident_ticks(self, node: fx.Node, state: State) -> float:
+        """Picoseconds that a parameter's local bytes are worth."""
+        val = node.meta["val"]
+        nbytes: float = bytes_of(val)
+        if isinstance(state, Dim):
+            # The mean over ranks: the price is a preference for sharding, not for even shares.
+            nbytes /= self.cost.size
+        return ticks(self.cost.resident(nbytes, val.ndim, node in self.facts.trained))
 
     def hint(self, atom: Dim) -> int:
         """The example size of a named dim."""
@@ -251,7 +260,7 @@ class Choices:
         )
 
 
-def _is_plain(dim: Dim, atom: Dim) -> bool:
+def is_plain(dim: Dim, atom: Dim) -> bool:
     """Whether pieces by the atom are contiguous chunks of the dim."""
     segments = segments_of(dim, atom)
     return len(segments) == 1 and segments[0][0] == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .caches import carrier_of, is_cache, is_cache_part, is_length, length_of
 
 DEPTH = 6
 """How many plain Python objects deep tensors are looked for (a cache holds layers hold tensors)."""
@@ -51,31 +53,78 @@ class Constant:
         return f"Constant({self.value!r})"
 
 
+@dataclass
+class Flat:
+    """A value taken apart."""
+
+    leaves: list[Any] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    """Dotted, such as `batch.text.ids`; the root's is ""."""
+    entries: list[str] = field(default_factory=list)
+    """Path of a leaf inside of the cache it belongs to; "" for other leaves."""
+    caches: list[Any] = field(default_factory=list)
+    """The outermost caches, in order."""
+    structure: Structure = field(default_factory=lambda: Structure(None))
+    """`structure.unflatten(iter(leaves))` is the value again."""
+
+
 def flatten(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Structure, list[str]]:
-    """(leaves, structure, paths): `structure.unflatten(iter(leaves))` is the value again.
+    """(leaves, structure, paths) of a value: see `Flat`."""
+    flat = take_apart(value, is_leaf)
+    return flat.leaves, flat.structure, flat.paths
 
-    A path is dotted, such as `batch.text.ids`; the root's is "".
-    """
-    leaves: list[Any] = []
-    paths: list[str] = []
 
-    def visit(item: Any, path: str) -> Structure:
-        if is_leaf(item):
-            leaves.append(item)
-            paths.append(path)
-            return Structure(None)
-        parts = _parts(item, is_leaf)
+def take_apart(value: Any, is_leaf: Callable[[Any], bool], given: Sequence[Any] = ()) -> Flat:
+    """A value's leaves and the structure that they leave; `given` caches are leaves as well."""
+    flat = Flat()
+    known = set(map(id, given))
+
+    def leaf(item: Any, path: str, entry: str) -> Structure:
+        flat.leaves.append(item)
+        flat.paths.append(path)
+        flat.entries.append(entry)
+        return Structure(None)
+
+    def visit(item: Any, path: str, name: Any, entry: str | None) -> Structure:
+        if is_leaf(item) and not (entry is not None and is_length(name, item)):
+            return leaf(item, path, entry or "")
+        if id(item) in known:
+            return leaf(item, path, "")
+        if entry is not None and is_length(name, item):
+            return Structure(_build_length, None, (leaf(carrier_of(item), path, entry),))
+        if entry is None and is_cache(item):
+            flat.caches.append(item)
+            entry = ""
+        parts = _parts(item, is_leaf, entry is not None)
         if parts is None:
             return Structure(_constant, Constant(item))
         build, context, names, children = parts
         below = [
-            visit(child, f"{path}.{name}" if path else str(name))
-            for name, child in zip(names, children, strict=True)
+            visit(child, _join(path, key), key, entry if entry is None else _join(entry, key))
+            for key, child in zip(names, children, strict=True)
         ]
         return Structure(build, Constant(context), tuple(below))
 
-    structure = visit(value, "")
-    return leaves, structure, paths
+    flat.structure = visit(value, "", "", None)
+    return flat
+
+
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def renew(old: Any, structure: Structure, leaves: Iterator[Any]) -> Any:
+    """`structure.unflatten(leaves)`, in the objects, lists and dicts of `old` where they match."""
+    if structure.build is _build_object and type(old) is structure.context.value[0]:  # type: ignore
+        names = structure.context.value[1]  # type: ignore[union-attr]
+        for name, child in zip(names, structure.children, strict=True):
+            object.__setattr__(old, name, renew(vars(old).get(name), child, leaves))
+        return old
+    if structure.build is _build_sequence and type(old) is list:
+        before = [*old, *[None] * len(structure.children)]
+        old[:] = [renew(b, c, leaves) for b, c in zip(before, structure.children, strict=False)]
+        return old
+    return structure.unflatten(leaves)
 
 
 def is_tensor(value: Any) -> bool:
@@ -86,9 +135,12 @@ def is_tensor(value: Any) -> bool:
 Parts = tuple[Callable[[Any, list[Any]], Any], Any, list[Any], list[Any]]
 
 
-def _parts(item: Any, is_leaf: Callable[[Any], bool]) -> Parts | None:
+def _parts(item: Any, is_leaf: Callable[[Any], bool], in_cache: bool) -> Parts | None:
     """(build, context, names, children) of a container; None for anything else."""
     kind = type(item)
+    if in_cache and is_cache_part(item):
+        names = list(vars(item))
+        return _build_object, (kind, tuple(names)), names, list(vars(item).values())
     if isinstance(item, Mapping):
         names = list(item)
         if kind is dict:
@@ -157,6 +209,10 @@ def _build_mapping(context: Any, children: list[Any]) -> Any:
     for name, child in zip(names, children, strict=True):
         new[name] = child
     return new
+
+
+def _build_length(context: Any, children: list[Any]) -> Any:
+    return length_of(children[0])
 
 
 def _build_sequence(kind: Any, children: list[Any]) -> Any:

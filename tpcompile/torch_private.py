@@ -10,6 +10,7 @@ from torch._C import _set_grad_enabled as set_grad_enabled_call  # what no_grad 
 from torch._ops import HigherOrderOperator, OpOverload  # types of call targets, public in docs only
 from torch._subclasses.fake_tensor import FakeTensor  # what tracing runs on
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import _config as fx_config  # settings of symbolic sizes
 from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
 from torch.utils import _pytree as pytree  # nested arguments of graph nodes; no public twin for it
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, not exported
@@ -25,6 +26,7 @@ __all__ = [
     "dtensor_as",
     "functional_collectives",
     "is_batched",
+    "lengths_of_one",
     "pytree",
     "same_storage",
     "set_checkpoint_hook",
@@ -48,6 +50,11 @@ def shape_guards(fake_mode: Any) -> list[Any]:
     """Conditions (sympy) that tracing assumed; export keeps them on its shape environment only."""
     env = fake_mode.shape_env
     return [] if env is None else [env.simplify(guard.expr) for guard in env.guards]
+
+
+def lengths_of_one() -> Any:
+    """Trace with sizes that may be 1 or more; export's public settings make 1 a size of its own."""
+    return fx_config.patch(backed_size_oblivious=True)
 
 
 def checkpoint_hook() -> Any:
