@@ -52,7 +52,7 @@ def assign_placements(program: Program) -> Program:
 
 def _split_share(program: Program, plan: Assignment) -> float:
     """Of what is done to the residual stream, how much is done to parts of it."""
-    width, weights = program.extra["width"], program.extra["weights"]
+    widths, weights = set(program.extra["widths"]), program.extra["weights"]
     leaves, unusable = plan.choices.atoms.leaves, plan.choices.unusable
     split = []
     for node, strategy in plan.strategies.items():
@@ -61,7 +61,7 @@ def _split_share(program: Program, plan: Assignment) -> float:
             continue
         atoms = {leaf for dims in node.meta["dims"] for dim in dims for leaf in leaves(dim)}
         has_stream = any(atom not in weights and not unusable(atom) for atom in atoms)
-        if has_stream and (width is None or width in atoms):
+        if has_stream and (not widths or widths & atoms):
             split.append(strategy.split is not None or P in strategy.outs)
     return sum(split) / len(split) if split else 1.0
 

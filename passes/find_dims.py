@@ -27,7 +27,7 @@ def find_dims(program: Program) -> Program:
     units = _units(program, weights, atoms)
     atoms = program.extra["atoms"] = Atoms(units)
     program.extra["weights"] = weights | units
-    program.extra["width"] = _width(program, atoms, facts)
+    program.extra["widths"] = _widths(program, atoms, facts)
     give_names(program, atoms)
     return program
 
@@ -44,22 +44,33 @@ def _units(program: Program, weights: set[Dim], atoms: Atoms) -> set[Dim]:
     return {unit for unit in found if atoms.leaves(unit) <= weights - inner}
 
 
-def _width(program: Program, atoms: Atoms, facts: Facts) -> Dim | None:
-    """The width of the residual stream: the leaf that occurs in most weight matrices, if one does.
+def _widths(program: Program, atoms: Atoms, facts: Facts) -> dict[Dim, None]:
+    """The width of the residual stream, or of several: an encoder's and a decoder's.
 
-    And in a sum of two values, which the inner dim of an MLP without a residual does not.
+    It is the leaf that occurs in most weight matrices, if one does, of the model or of one of its
+    blocks and others; and in a sum of two values, which the inner dim of an MLP without a residual
+    does not.
     """
-    counts: Counter[Dim] = Counter()
+    regions: dict[str, Counter[Dim]] = {}
+    blocks: set[str] = program.extra.get("block_paths", set())
     for node in program.placeholders("parameter"):
         dims = node.meta["dims"][0]
         if node in facts.only_parameters and len(dims) >= 2:
-            counts.update({leaf for dim in dims for leaf in atoms.leaves(dim)})
-    first, second = [*counts.most_common(2), (None, 0), (None, 0)][:2]
-    if first[0] is None or first[1] <= max(second[1], 2):
-        return None
+            name = program.leaves[node.name].name
+            region = next((block for block in blocks if name.startswith(f"{block}.")), "")
+            leaves = {leaf for dim in dims for leaf in atoms.leaves(dim)}
+            regions.setdefault(region, Counter()).update(leaves)
+    spread = Counter(leaf for region in regions.values() for leaf in region)
+    most = [_most_common(sum(regions.values(), Counter()))]
+    most += [leaf for r in regions.values() if (leaf := _most_common(r)) and spread[leaf] > 1]
     sums = (node for node in program.calls(_ADD) if _is_of_two(node, facts))
-    summed = (d for node in sums for d in node.meta["dims"][0][-1:])
-    return first[0] if any(first[0] in atoms.leaves(dim) for dim in summed) else None
+    summed = {leaf for node in sums for d in node.meta["dims"][0][-1:] for leaf in atoms.leaves(d)}
+    return {leaf: None for leaf in most if leaf in summed}
+
+
+def _most_common(counts: Counter[Dim]) -> Dim | None:
+    first, second = [*counts.most_common(2), (None, 0), (None, 0)][:2]
+    return first[0] if first[1] > max(second[1], 2) else None
 
 
 _ADD = torch.ops.aten.add.Tensor

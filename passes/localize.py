@@ -232,7 +232,7 @@ def _plus(a: Any, b: Any, context: _Context) -> Any:
 
 def _local_inputs(program: Program, context: _Context) -> dict[str, tuple[Any, ...]]:
     """Shapes of the inputs on this rank: the tensors of caches are parts."""
-    shapes: dict[str, tuple[Any, ...]] = dict(program.extra["input_shapes"])
+    shapes: dict[str, tuple[Any, ...]] = dict(program.extra.get("input_shapes", {}))
     _, size, rank = context.axis
     for node, path in cached_inputs(program).items():
         entry = program.extra["cache_entries"][path]

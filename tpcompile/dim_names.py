@@ -22,8 +22,7 @@ def give_names(program: Program, atoms: Atoms) -> None:
     """
     namer = _Namer(program, atoms)
     namer.name_inputs()
-    width = program.extra["width"]
-    if width is not None:
+    for width in program.extra["widths"]:
         namer.give(width, "hidden")
     namer.name_tables()
     for node in program.calls():

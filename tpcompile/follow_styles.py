@@ -35,7 +35,7 @@ def choices_of(program: Program, cost: CostModel) -> Choices:
         extra["facts"],
         extra["batch"],
         extra["weights"],
-        extra["width"],
+        frozenset(extra["widths"]),
         allow_stream=False,
     )
 

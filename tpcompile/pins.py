@@ -167,6 +167,8 @@ def pins_from_layouts(layouts: Mapping[str, ParamLayout]) -> dict[str, Pin]:
 
 def _as_stored(name: str, layout: ParamLayout) -> Pin:
     def keep(node: fx.Node, states: list[State], choices: Choices) -> list[State]:
+        if not node.users:
+            return states  # this call does not read it
         same = [s for s in states if layout_for(node, s, choices.sizes, layout.size) == layout]
         if not same:
             raise ShardingError(

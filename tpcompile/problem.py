@@ -81,7 +81,7 @@ class Problem:
             self.facts,
             extra["batch"],
             extra["weights"],
-            extra["width"],
+            frozenset(extra["widths"]),
             allow_stream=extra["sequence_parallel"] is not False,
             atoms=extra["atoms"],
         )

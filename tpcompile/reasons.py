@@ -61,7 +61,7 @@ def _by_rule(node: fx.Node, atom: Dim, choices: Choices) -> str:
             return why
     if atom in choices.unnatural(node, rule):
         return _unnatural(node, atom, choices)
-    if atom is choices.width:
+    if atom in choices.widths:
         return f"{name}, the width of the residual stream, is split by linear layers only"
     if atom not in choices.weights:
         return f"{name} is in no weight matrix, and only sequence parallelism splits such a dim"
@@ -71,7 +71,7 @@ def _by_rule(node: fx.Node, atom: Dim, choices: Choices) -> str:
 def _unnatural(node: fx.Node, atom: Dim, choices: Choices) -> str:
     if node in choices.facts.selecting:
         return "it feeds a selection (top-k or sort), which all ranks must make alike"
-    if atom is choices.width:
+    if atom in choices.widths:
         return (
             f"{text_of(atom)} is the width of the residual stream, which is whole where it is read"
         )

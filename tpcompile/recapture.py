@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,9 +69,21 @@ class Recapture:
         self.group = mesh.get_group()
         self.axis = (self.group.group_name, mesh.size(), mesh.get_local_rank())
         self.settings = settings
-        self.caches: Entries = settings.options["caches"] or {}
+        known: Entries | None = settings.options["caches"]
+        self.caches: Entries = {} if known is None else known
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.pairs = [] if twin is None else list(zip(twin.modules(), model.modules(), strict=True))
+
+    def inside(self, path: str) -> "Recapture":
+        """The same for a module of the model."""
+        prefix = f"{path}."
+        layouts = {
+            n.removeprefix(prefix): e for n, e in self.layouts.items() if n.startswith(prefix)
+        }
+        twin = None if self.twin is None else self.twin.get_submodule(path)
+        whole = {**self.settings.options, "outputs": "replicated"}
+        settings = replace(self.settings, options=whole)
+        return Recapture(self.modules[path], twin, layouts, self.mesh, settings)
 
     def __call__(self, args: Any, kwargs: Any) -> Variant:
         """A variant for these inputs.

@@ -62,6 +62,12 @@ def install(model: nn.Module, dispatcher: Dispatcher) -> None:
     model.__dict__[DISPATCHER] = dispatcher
 
 
+def install_inner(module: nn.Module, dispatcher: Dispatcher) -> None:
+    """Let a module of a sharded model run graphs of its own where it is called by itself."""
+    _change_class(module, ShardedModule.forward, {})
+    module.__dict__[DISPATCHER] = dispatcher
+
+
 def install_around(model: nn.Module, parts: Sequence[nn.Module]) -> None:
     """Let a model of which only parts run graphs read plain tensors everywhere else."""
     inside = {module for part in parts for module in part.modules()}

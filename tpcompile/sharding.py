@@ -25,7 +25,7 @@ from tpcompile.optimizer import (
     watch_optimizers,
 )
 from tpcompile.parameters import note_sharded, shard_parameters, sharded_for
-from tpcompile.partial import Call, Parts, joined_plan, parts_of
+from tpcompile.partial import Call, Part, Parts, joined_plan, parts_of
 from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
 from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import Plan, plan_of
@@ -34,7 +34,7 @@ from tpcompile.profiles import hardware_for
 from tpcompile.program import Program
 from tpcompile.recapture import Recapture, Settings, twin_of
 from tpcompile.refusals import check_before_shard
-from tpcompile.sharded_module import install, install_around
+from tpcompile.sharded_module import install, install_around, install_inner
 
 
 def shard(
@@ -152,11 +152,25 @@ def _install(
         dispatcher.add(*part.call, emit(part.program, recapture.modules, mesh))
         note_sharded(module, own, mesh)
         install(module, dispatcher)
+        _install_inner(part, recapture)
         _set_plan(module, plan_of(part.program, own))
         _explain_as(module, planned[part.path])
     if parts.reason:
         install_around(model, list(modules.values()))
         _set_plan(model, joined_plan(model, parts))
+
+
+def _install_inner(part: Part, outer: Recapture) -> None:
+    """Let modules outside of the blocks be called by themselves, as `generate` calls an encoder."""
+    blocks: set[str] = part.program.extra["block_paths"]
+    for path, module in outer.modules.items():
+        inside = any(path == block or path.startswith(f"{block}.") for block in blocks)
+        runs = type(module).forward is not nn.Module.forward
+        if path and runs and not inside and next(module.parameters(), None) is not None:
+            recapture = outer.inside(path)
+            note_sharded(module, dict(recapture.layouts), outer.mesh)
+            dispatcher = Dispatcher(module, outer.mesh.device_type, recapture)
+            install_inner(module, dispatcher)
 
 
 def _options_for(path: str, options: Mapping[str, Any]) -> dict[str, Any]:

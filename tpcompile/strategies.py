@@ -63,8 +63,8 @@ class Choices:
     """Leaves of the batch dim: tensor parallelism never splits them."""
     weights: set[Dim]
     """Leaves that occur in a weight matrix; the other leaves are stream dims, such as seq."""
-    width: Dim | None = None
-    """Width of the residual stream."""
+    widths: frozenset[Dim] = frozenset()
+    """Widths of residual streams: one, or an encoder's and a decoder's."""
     allow_stream: bool = True
     atoms: Atoms = field(default_factory=Atoms)
     pinned: set[fx.Node] = field(default_factory=set)
@@ -157,14 +157,14 @@ class Choices:
                     a for a in self.atoms.splitting(bound[name]) if not is_plain(bound[name], a)
                 }
         if self._is_table(node, leaves):
-            refused.add(self.width)  # type: ignore[arg-type]
+            refused |= self.widths
         contracts = self._is_weight_contraction(node, rule)
         if contracts and not self.pinned.intersection(operands(node)):
             refused |= self.unnatural(node, rule)
         if not contracts and not all(n in self.facts.only_parameters for n in operands(node)):
             # A residual stream split by width would save what one split by sequence saves, for
             # small all-reduces in every norm; only a column parallel linear may make one.
-            refused.add(self.width)  # type: ignore[arg-type]
+            refused |= self.widths
         stream = not self.allow_stream or contracts
         return [
             atom
@@ -185,9 +185,8 @@ class Choices:
         if any(has_sum_beyond(dim, self.inner) for dim in bound.values()):
             return set()  # a fused weight has few ways
         found = self.inner & frozenset[Dim]().union(*inside.values())
-        if any(self.width in inside[f] for f in rule.contracted() if f in inside):
-            found.add(self.width)  # type: ignore[arg-type]
-        return found
+        contracted = (inside[f] for f in rule.contracted() if f in inside)
+        return found | (self.widths & frozenset[Dim]().union(*contracted))
 
     def _is_table(self, node: fx.Node, leaves: Iterable[Dim]) -> bool:
         """Whether an embedding has rows to split: then it is vocabulary parallel.
@@ -196,7 +195,7 @@ class Choices:
         """
         is_lookup = node.target is torch.ops.aten.embedding.default
         return is_lookup and any(
-            leaf is not self.width and leaf in self.weights and not self.unusable(leaf)
+            leaf not in self.widths and leaf in self.weights and not self.unusable(leaf)
             for leaf in leaves
         )
 
