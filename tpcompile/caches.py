@@ -17,7 +17,7 @@ from tpcompile.layout import share, start
 
 HEADS = 1
 """The dim of a cache's tensors that may be split: heads or channels, after the batch."""
-LENGTHS = {"batch_size", "cumulative_length", "cumulative_length_int"}
+LENGTHS = {"batch_size", "cumulative_length", "cumulative_length_int", "max_cache_len"}
 """Attributes of caches that count: their values differ from call to call."""
 
 _PARTS = ("Cache", "Layer", "LayerMixin")

@@ -75,10 +75,17 @@ def bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fla
             positional.append(value)
             names.append(name)
         elif value is not parameter.default:
-            keywords[name] = value
-    flat = take_apart((tuple(positional), keywords), is_tensor)
+            keywords[name] = _sorted(value)
+    flat = take_apart((tuple(map(_sorted, positional)), keywords), is_tensor)
     flat.paths = [_input_name(path, names) for path in flat.paths]
     return flat
+
+
+def _sorted(value: Any) -> Any:
+    """Dicts in one order: some callers make them from sets, in an order that differs by rank."""
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return value
 
 
 def _input_name(path: str, positional: list[str]) -> str:
@@ -110,7 +117,11 @@ def size_groups(bound: Flat) -> list[SizeGroups]:
     """
     found = []
     for tensor, entry in zip(bound.leaves, bound.entries, strict=True):
-        groups = _entry_groups(tensor, entry) if entry else {0: "batch", 1: "sequence"}
+        groups = {0: "batch", 1: "sequence"}
+        if entry:
+            groups = _entry_groups(tensor, entry)
+        elif bound.caches and tensor.ndim == 4 and tensor.shape[1] == 1:
+            groups = {0: "batch", 2: "sequence", 3: "length"}  # a mask over what is cached
         found.append(
             {
                 dim: f"{group} {tensor.shape[dim]}" if group else ""

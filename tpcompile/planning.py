@@ -13,8 +13,8 @@ from tpcompile.errors import InputError, UnsupportedOpError
 from tpcompile.hf import example_inputs_for
 from tpcompile.ops.replicated import REPLICATED
 from tpcompile.pipeline import OwnPasses
-from tpcompile.program import Program, is_dynamic, values
-from tpcompile.torch_private import sym_expr
+from tpcompile.plain_sizes import write_plain_sizes
+from tpcompile.program import Program
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor | None
 
@@ -54,7 +54,7 @@ def captured(
     own = pipeline.own_passes(passes)
     begin = process_time()
     program = capture(model, args, kwargs)
-    if program.symbols and not _has_plain_sizes(program):
+    if program.symbols and not write_plain_sizes(program):
         program = capture(model, args, kwargs, dynamic=False)
         program.notes.append("input sizes are fixed: the model computes sizes by division")
     program.extra["model"] = type(model).__name__
@@ -63,18 +63,6 @@ def captured(
     program.extra["block_paths"] = block_paths(model)
     program.extra.update(_plain_names(model, args, kwargs))
     return pipeline.run(program, pipeline.NORMALIZE, dumps=dumps)
-
-
-def _has_plain_sizes(program: Program) -> bool:
-    """Whether all symbolic sizes are sums of products, which is what naming can code."""
-    exprs = {
-        sym_expr(size)
-        for node in program.graph.nodes
-        for value in values(node)
-        for size in value.shape
-        if is_dynamic(size)
-    }
-    return all(expr.is_polynomial() for expr in exprs)
 
 
 def _plain_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

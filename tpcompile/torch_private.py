@@ -34,6 +34,7 @@ __all__ = [
     "set_grad_enabled_call",
     "shape_guards",
     "sym_expr",
+    "sym_int",
 ]
 
 functional_collectives = torch.ops._c10d_functional
@@ -44,6 +45,11 @@ and all_reduce's registered backward sums a gradient that is already replicated.
 def sym_expr(size: Any) -> Any:
     """The sympy expression of a SymInt: public SymInts can be computed with but not read."""
     return size.node.expr
+
+
+def sym_int(fake_mode: Any, expr: Any, hint: int) -> Any:
+    """The SymInt of an expression of a trace's symbols: public code can only compute one."""
+    return fake_mode.shape_env.create_symintnode(expr, hint=hint)
 
 
 def shape_guards(fake_mode: Any) -> list[Any]:
