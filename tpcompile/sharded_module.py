@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tpcompile.dispatch import Dispatcher
 from tpcompile.errors import TpcompileError
+from tpcompile.generation import in_step
 from tpcompile.graphs import blocks_of, graph_module_of
 from tpcompile.parameters import Slot, copy_sharded, sharded_for, slots
 
@@ -57,7 +58,10 @@ def install(model: nn.Module, dispatcher: Dispatcher) -> None:
     """Make the model's class a `ShardedModule` with the original's name and signature."""
     # A model that has something of these names keeps it.
     graphs = {"graph_module": property(graph_module), "blocks": property(blocks)}
-    own = {name: each for name, each in graphs.items() if not hasattr(model, name)}
+    own: dict[str, Any] = {n: each for n, each in graphs.items() if not hasattr(model, n)}
+    generate = getattr(type(model), "generate", None)
+    if callable(generate):
+        own["generate"] = in_step(generate)
     _change_class(model, ShardedModule.forward, own)
     model.__dict__[DISPATCHER] = dispatcher
 
