@@ -42,7 +42,7 @@ class Dispatcher:
         self.model, self.device, self.capture = model, device, capture
         self.modules = list(model.modules())
         self.parameters = [(s.module._parameters, s.attr) for (s, *_) in slots(model)]
-        self.variants: dict[Hashable, list[Variant]] = {}
+        self.variants: dict[tuple[Hashable, int], list[Variant]] = {}
         self.routes: list[Route] = []
         self.numbers: dict[Hashable, int] = {}
         """Description of a call and state of the model -> its place in `routes`."""
@@ -57,6 +57,12 @@ class Dispatcher:
     def first(self) -> Variant:
         """The variant that the model was sharded with."""
         return next(chain.from_iterable(self.variants.values()))
+
+    def all(self) -> Iterator[tuple[Variant, bool]]:
+        """Every variant, and whether the model trains when it runs."""
+        training = {number: flags[0] for flags, number in self._states.items()}
+        for (_, state), variants in self.variants.items():
+            yield from ((variant, training[state]) for variant in variants)
 
     def find(self, args: Any, kwargs: Any) -> Found:
         """The variant that fits these inputs, made now if there is none."""

@@ -34,7 +34,7 @@ class Labels:
         self.localized = "layouts" in program.extra
         self.names: dict[fx.Node, str] = {}
         """Leaves of a block's own graph -> what they are."""
-        self._symbols = _symbol_names(program)
+        self._symbols = symbol_names(program)
         self._sizes: dict[Any, str] = {}
 
     @cached_property
@@ -250,7 +250,7 @@ def _is_segments(arg: Any) -> TypeGuard[tuple[tuple[Any, Any, Any], ...]]:
     )
 
 
-def _symbol_names(program: Program) -> dict[Any, Any]:
+def symbol_names(program: Program) -> dict[Any, Any]:
     """Symbol -> a symbol called b or s, by the dim of the input that it sizes."""
     import sympy
 

@@ -94,13 +94,14 @@ class Recapture:
         args, kwargs = self._whole(args, kwargs)
         asked = f"call {self.name} with inputs of a new kind"
         meet(self.group, asked, self._text(args, kwargs))
+        grads = torch.is_grad_enabled()
         # A checkpoint around the model would count what tracing saves.
         aside = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.inference_mode(False), aside:
             args, kwargs = _normal(args, kwargs)
             program = agree(
                 asked,
-                lambda: self._plan(args, kwargs),
+                lambda: self._plan(args, kwargs, grads),
                 lambda program: {"plan": f";{digest(program)}"},
                 lambda program: [program],
                 self.group,
@@ -157,7 +158,7 @@ class Recapture:
             for name, t in zip(names, tensors, strict=True)
         )
 
-    def _plan(self, args: Any, kwargs: Any) -> Program:
+    def _plan(self, args: Any, kwargs: Any, grads: bool) -> Program:
         if self.twin is None:
             raise TpcompileError(
                 f"{self.name} called with inputs of another structure",
@@ -168,7 +169,10 @@ class Recapture:
             _follow(mine, theirs)
         program = captured(self.twin, args, kwargs, passes=self.settings.passes)
         pins = pins_from_layouts(self.layouts)
-        pipeline.plan(program, self.axis[1], pins=pins, **self.settings.options)
+        options = dict(self.settings.options)
+        if options["sequence_parallel"] == "auto" and not grads:
+            options["sequence_parallel"] = False  # nothing is kept for a backward pass
+        pipeline.plan(program, self.axis[1], pins=pins, **options)
         check_rules(program, strict=self.settings.strict)
         return program
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from tpcompile.captures import Capture, capture_of
 from tpcompile.dispatch import Dispatcher
 from tpcompile.errors import TpcompileError
 from tpcompile.generation import in_step
@@ -57,7 +58,11 @@ class ShardedModule(nn.Module):
 def install(model: nn.Module, dispatcher: Dispatcher) -> None:
     """Make the model's class a `ShardedModule` with the original's name and signature."""
     # A model that has something of these names keeps it.
-    graphs = {"graph_module": property(graph_module), "blocks": property(blocks)}
+    graphs = {
+        "graph_module": property(graph_module),
+        "blocks": property(blocks),
+        "captures": property(captures),
+    }
     own: dict[str, Any] = {n: each for n, each in graphs.items() if not hasattr(model, n)}
     generate = getattr(type(model), "generate", None)
     if callable(generate):
@@ -123,6 +128,16 @@ def blocks(model: nn.Module) -> dict[str, fx.GraphModule]:
     """Path of each repeated block of a sharded model -> the graph that it runs."""
     dispatcher = _dispatcher_for(model)
     return blocks_of(dispatcher.first(), dispatcher.capture.modules)
+
+
+def captures(model: nn.Module) -> list[Capture]:
+    """What a sharded model, and its modules that were called by themselves, are captured to."""
+    return [
+        capture_of(variant.program, path, training)
+        for path, module in model.named_modules()
+        if DISPATCHER in module.__dict__
+        for variant, training in module.__dict__[DISPATCHER].all()
+    ]
 
 
 def _dispatcher_for(model: nn.Module) -> Dispatcher:
