@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -52,3 +54,12 @@ def test_inspect() -> None:
     assert "\nmodel.layers.0.self_attn.o_proj.weight: S(layers.0.kv_heads)\n" in text
     assert len(re.findall(r"^  %(?:all_gather|reduce_scatter)_\d+ : bf16", text, re.MULTILINE)) == 4
     assert text.splitlines()[-1].startswith("OK: ")
+
+
+@pytest.mark.slow
+def test_generate() -> None:
+    """Text is streamed, and 64 greedy tokens are those of one device."""
+    text = run("07_generate.py")
+    assert text.startswith("The lock ")
+    assert "keys of a layer on this rank: [1, 2, 9, 16]" in text
+    assert text.splitlines()[-1] == "OK: 64 greedy tokens are those of one device"
