@@ -7,6 +7,7 @@ that is the original itself (`is_identity`); for fused weights it is shard-major
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,15 @@ class ParamLayout:
 
     def is_padded(self, rank: int) -> bool:
         """Whether the rank's part ends in padding."""
-        return self.dim is not None and self.real_length(rank) < self.local_shape()[self.dim]
+        return rank in self._padded
+
+    @cached_property
+    def _padded(self) -> frozenset[int]:
+        # Kept: it is asked for every parameter at every step.
+        if self.dim is None:
+            return frozenset()
+        longest = self.local_shape()[self.dim]
+        return frozenset(rank for rank in range(self.size) if self.real_length(rank) < longest)
 
     def runs(self, rank: int) -> Iterator[Run]:
         """The rank's part as slices of the original, in the order of both."""
