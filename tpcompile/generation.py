@@ -33,6 +33,9 @@ def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
             lambda _: (),
             group,
         )
+        if hasattr(self, "generation_config"):
+            # Of Hugging Face's own accord on GPUs, for static caches; a trace cannot take a cache.
+            kwargs.setdefault("disable_compile", True)
         with _seed_of_first(group, sharded.mesh.device_type):
             return generate(self, *args, **kwargs)
 
