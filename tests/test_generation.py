@@ -119,6 +119,23 @@ def test_ways_to_generate(ranks: Any) -> None:
         assert before == after
 
 
+def test_traffic_of_a_step() -> None:
+    """Two all-reduces a block, one for the embedding, and a gather of the logits of one token."""
+    plain, inputs = FAMILIES["llama"].build()
+    cache = DynamicCache(config=plain.config)
+    with torch.no_grad():
+        plain(input_ids=inputs["input_ids"], cache=cache, use_cache=True)
+    step = {"input_ids": inputs["input_ids"][:, -1:], "cache": cache, "use_cache": True}
+    plan = tpcompile.explain(plain, step, tp=2, hardware=TINY)
+    text = tpcompile.dump(plan, "text")
+    assert text.count("= all_reduce(") == 5
+    assert text.count("= all_gather(") == 1
+    assert "cache.layers.0.keys.2, head_dim] S(layers.0.kv_heads) = input" in text
+    report = tpcompile.verify(plain, step, tp=2, hardware=TINY)
+    assert report.ok, report
+    assert cache.get_seq_length() == inputs["input_ids"].shape[1]
+
+
 def check_cache() -> tuple[list[int], list[int]]:
     """Bytes of the cache of one device and of a rank; a cache of one device goes on here."""
     plain, model, given = both("llama")

@@ -263,7 +263,7 @@ def explain(
     args, kwargs = arguments_of(model, example_inputs)
     options = plan_options(model, plan, sequence_parallel, outputs, profile)
     program = captured(model, args, kwargs, passes=passes)
-    pipeline.plan(program, tp, **options)
+    pipeline.plan(program, tp, caches={}, **options)
     check_rules(program, strict=strict)
     return Explanation(program, policy)
 

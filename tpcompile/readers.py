@@ -4,6 +4,7 @@ import operator
 from collections import defaultdict
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from tpcompile.cost import CostModel, bytes_of
@@ -36,6 +37,8 @@ def readers_of(program: Program) -> dict[ValueKey, list[tuple[fx.Node, int]]]:
     for node in program.graph.nodes:
         if node.op == "placeholder" or node.target is operator.getitem:
             continue
+        if node.target is torch.ops.aten.sym_size.int and operands(node)[0].op == "placeholder":
+            continue  # only sizes that vary are read so, and those of an input are never split
         for slot, source in enumerate(operands(node)):
             readers[value_of(source)].append((node, slot))
     return readers

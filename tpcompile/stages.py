@@ -89,7 +89,7 @@ def stages(
     args, kwargs = arguments_of(model, example_inputs)
     options = plan_options(model, plan, sequence_parallel, outputs, hardware_for(hardware))
     program = captured(model, args, kwargs, passes=passes, dumps=True)
-    pipeline.plan(program, tp, dumps=True, **options)
+    pipeline.plan(program, tp, dumps=True, caches={}, **options)
     check_rules(program, strict=False)
     local = clone(program)
     pipeline.local(local, ("tp", tp, rank), dumps=True)

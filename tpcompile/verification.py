@@ -10,7 +10,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from tpcompile import pipeline
-from tpcompile.capture import unflatten_output
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.clone import clone
 from tpcompile.collectives import all_gather
@@ -187,7 +186,7 @@ def _on_rank(program: Program, axis: Any, model: nn.Module, tensors: list[Tensor
             values_in.append(given[-1])
     module = torch.fx.GraphModule(nn.Module(), program.graph)
     outs = module(*values_in)
-    whole_output = unflatten_output(program.out_spec, list(outs[: program.n_outputs]))
+    whole_output = program.out_spec.rebuild(list(outs[: program.n_outputs]), (), given)
     outputs = flatten(whole_output, is_tensor)[0]
     for i, dim in program.extra["split_outputs"].items():
         chunks = ((1, outputs[i].shape[dim] * axis[1], 1),)
