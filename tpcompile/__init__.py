@@ -23,7 +23,7 @@ from tpcompile.program import Program
 from tpcompile.rule import Rule
 from tpcompile.rule import rule as register_rule
 from tpcompile.safetensors_files import load_safetensors
-from tpcompile.sharded_module import blocks, graph_module
+from tpcompile.sharded_module import blocks, graph_module, overlap
 from tpcompile.sharding import shard
 from tpcompile.stages import Stages, dump, stages
 from tpcompile.state import full_state_dict, load_state_dict
@@ -59,6 +59,7 @@ __all__ = [
     "graph_module",
     "load_safetensors",
     "load_state_dict",
+    "overlap",
     "register_rule",
     "shard",
     "stages",

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from tpcompile.covered import Overlap
 from tpcompile.dispatch import Dispatcher
 from tpcompile.errors import TpcompileError
 from tpcompile.graphs import blocks_of, graph_module_of
@@ -113,6 +114,12 @@ def blocks(model: nn.Module) -> dict[str, fx.GraphModule]:
     """Path of each repeated block of a sharded model -> the graph that it runs."""
     dispatcher = _dispatcher_for(model)
     return blocks_of(dispatcher.first(), dispatcher.capture.modules)
+
+
+def overlap(model: nn.Module) -> Overlap:
+    """How much of a sharded model's traffic runs beside other work, for its example inputs."""
+    program = _dispatcher_for(model).first().program
+    return Overlap(tuple(program.extra["covered"]), program.extra["overlap_chunks"])
 
 
 def _dispatcher_for(model: nn.Module) -> Dispatcher:

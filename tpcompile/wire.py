@@ -1,8 +1,8 @@
 """Collectives on plain tensors, without autograd: over a process group or a `LocalGroup`.
 
-Each runs at once (`all_gather`) or is started (`start_all_gather`), to be waited for when something
-reads the result.  The wire carries equal contiguous chunks.  Shares that differ are padded to the longest one, and
-the padding is cut off again before anything reads it.
+Each runs at once (`all_gather`) or is started (`start_all_gather`), to be waited for when
+something reads the result.  The wire carries equal contiguous chunks.  Shares that differ are
+padded to the longest one, and the padding is cut off again before anything reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,22 +62,26 @@ def all_to_all(x: Tensor, axis: Axis, source: Layout, target: Layout) -> Tensor:
     return start_all_to_all(x, axis, source, target).wait()
 
 
-def start_all_reduce(
-    x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum", *, owned: bool = False
-) -> Started:
-    """Start `all_reduce`; `owned` says that nothing else reads `x`, so that it can be written."""
+def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Started:
+    """Start `all_reduce`."""
     name, _, rank = axis
+    x = x.contiguous()
     if group := local_group_for(axis):
-        values = [value for (value,) in group.exchange(rank, f"all_reduce({op})", x.contiguous())]
+        values = [value for (value,) in group.exchange(rank, f"all_reduce({op})", x)]
         return Started(reduce(torch.add if op == "sum" else torch.maximum, values), complete=True)
-    if owned and x.is_contiguous():
-        return Started(ops.all_reduce_(x, op, name))
-    return Started(ops.all_reduce(x.contiguous(), op, name))
+    return Started(ops.all_reduce(x, op, name))
+
+
+def start_all_reduce_(x: Tensor, axis: Axis) -> Started:
+    """Start the sum over all ranks in place; `x` is contiguous and nothing else reads it."""
+    if local_group_for(axis):
+        return Started(x.copy_(all_reduce(x, axis)), complete=True)
+    return Started(ops.all_reduce_(x, "sum", axis[0]))
 
 
 def start_all_gather(x: Tensor, axis: Axis, layout: Layout) -> Started:
     """Start `all_gather`."""
-    dim, segments = layout
+    _, segments = layout
     size = axis[1]
     if is_contiguous(segments, size):
         return start_all_gather_chunks(x.contiguous(), axis).then(
