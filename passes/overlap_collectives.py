@@ -132,7 +132,7 @@ def _apart(node: fx.Node, schedule: _Schedule) -> list[Covered]:
             "forward": sum(map(schedule.seconds, work)),
             "backward": 2 * sum(map(schedule.seconds, trained)),
         }
-        if any(covers[way] >= _WORTH * seconds for way, seconds in times.items()):
+        if any(covers[way] > _WORTH * seconds for way, seconds in times.items()):
             _split(schedule.program, node, work)
             hidden = {way: min(seconds, covers[way]) for way, seconds in times.items()}
             beside = _named(work, schedule)

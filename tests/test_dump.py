@@ -22,7 +22,8 @@ from tpcompile.errors import InputError, TpcompileError
 PASSES = [
     "capture", "inline_regions", "functionalize", "normalize", "name_dims", "find_dims",
     "assign_placements", "insert_collectives", "eliminate_redundant", "certify_cost",
-    "mark_blocks", "localize", "bucket_gradients", "split_blocks",
+    "mark_blocks", "localize", "bucket_gradients", "fuse_linears", "overlap_collectives",
+    "split_blocks",
 ]  # fmt: skip
 
 
@@ -215,7 +216,7 @@ def test_every_run_writes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert folder.name == "MLP"
     shared = [f"{i:02}_{name}.txt" for i, name in enumerate(PASSES[:11])]
     forms = [f"planned.{form}" for form in ("dot", "html", "json", "svg")]
-    own = ["11_localize.txt", "12_bucket_gradients.txt"]
+    own = [f"{i}_{name}.txt" for i, name in enumerate(PASSES[11:-1], 11)]
     assert sorted(p.name for p in folder.iterdir()) == [*shared, *forms, "rank0", "rank1"]
     assert [sorted(p.name for p in (folder / f"rank{r}").iterdir()) for r in (0, 1)] == [own, own]
     text = (folder / "rank1" / "11_localize.txt").read_text()
