@@ -240,7 +240,7 @@ def test_save_writes_what_the_variable_would(tmp_path: Path) -> None:
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names[:2] == ["00_capture.txt", "01_inline_regions.txt"]
     assert names[-4:] == ["planned.dot", "planned.html", "planned.json", "planned.svg"]
-    assert (tmp_path / "out" / "13_split_blocks.txt").read_text() == small()["split_blocks"]
+    assert (tmp_path / "out" / "15_split_blocks.txt").read_text() == small()["split_blocks"]
 
 
 def emitted() -> dict[str, str]:
