@@ -100,15 +100,28 @@ def start_all_gather(x: Tensor, axis: Axis, layout: Layout) -> Started:
 def start_reduce_scatter(x: Tensor, axis: Axis, layout: Layout) -> Started:
     """Start `reduce_scatter`."""
     _, size, rank = axis
+    dim, segments = layout
     shapes = _part_shapes(x.shape, layout, size)
     if any(shape != shapes[0] for shape in shapes):
         longest = max(map(prod, shapes))
         stacked = torch.cat([_pad(part, longest) for part in _parts(x, layout, size)])
+    elif is_contiguous(segments, size) and 0 not in x.shape:
+        return _start_reduce_scatter_even(x, axis, dim)
     elif _is_stacked(x.shape, layout):
         stacked = x.reshape(-1)
     else:
         stacked = torch.cat(_parts(x, layout, size)).reshape(-1)  # cat keeps the parts' strides
     return start_reduce_scatter_chunks(stacked, axis).then(partial(_cut, shape=shapes[rank]))
+
+
+def _start_reduce_scatter_even(x: Tensor, axis: Axis, dim: int) -> Started:
+    """Of equal contiguous chunks along the dim, in a form that Inductor's matcher knows."""
+    length = x.shape[dim] // axis[1]
+    if all(n == 1 for n in x.shape[:dim]):
+        shape = _with_length(x.shape, dim, length)
+        started = start_reduce_scatter_chunks(x.flatten(0, dim).contiguous(), axis)
+        return started.then(lambda part: part.view(shape)) if dim else started
+    return start_reduce_scatter_chunks(torch.cat(x.split(length, dim)).contiguous(), axis)
 
 
 def start_all_to_all(x: Tensor, axis: Axis, source: Layout, target: Layout) -> Started:
@@ -186,7 +199,9 @@ def _unstack(stacked: Tensor, shape: Sequence[int], size: int, layout: Layout) -
     dim, _ = layout
     if _is_stacked(shape, layout):
         return stacked.view(_with_length(shape, dim, size * shape[dim]))
-    return torch.cat(stacked.view(size, *shape).unbind(), dim)
+    if 0 in shape:
+        return stacked.new_empty(_with_length(shape, dim, size * shape[dim]))
+    return torch.cat(stacked.split(shape[0]), dim)  # as Inductor's matcher knows it
 
 
 def _parts(x: Tensor, layout: Layout, size: int) -> list[Tensor]:
