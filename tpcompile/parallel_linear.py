@@ -36,10 +36,30 @@ def column_parallel(
     """
     biases = biases or [None] * len(weights)
     if axis[1] == 1 or torch.compiler.is_compiling():  # the compiler has its own schedule
-        whole = copy(x, axis) if layout is None else all_gather(x, axis, *layout)
-        outs = [F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
-        return (whole, *outs) if keep else tuple(outs)
+        return _plain_columns(x, axis, layout, weights, biases, keep)
     return _ColumnParallel.apply(x, axis, layout, keep, chunks, *weights, *biases)
+
+
+def _plain_columns(
+    x: Tensor,
+    axis: Axis,
+    layout: Layout | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    if layout is not None and x.ndim > 2 and all(n == 1 for n in x.shape[: layout[0]]):
+        # A batch of one: without its dim, Inductor's matcher sees a gather before its matmuls.
+        shape = [*x.shape[: layout[0]], -1, *x.shape[layout[0] + 1 :]]
+        flat = all_gather(x.flatten(0, layout[0]), axis, 0, layout[1])
+        outs = [
+            F.linear(flat, w, b).view(*shape[:-1], w.shape[0])
+            for w, b in zip(weights, biases, strict=True)
+        ]
+        return (flat.view(shape), *outs) if keep else tuple(outs)
+    whole = copy(x, axis) if layout is None else all_gather(x, axis, *layout)
+    outs = [F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
+    return (whole, *outs) if keep else tuple(outs)
 
 
 def row_parallel(
