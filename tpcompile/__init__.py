@@ -18,6 +18,8 @@ from tpcompile.errors import (
 )
 from tpcompile.explain import Explanation, explain
 from tpcompile.hardware import Hardware, Link
+from tpcompile.inductor import inductor_options
+from tpcompile.micro_pipeline import micro_pipeline
 from tpcompile.plan import Plan
 from tpcompile.program import Program
 from tpcompile.rule import Rule
@@ -57,8 +59,10 @@ __all__ = [
     "explain",
     "full_state_dict",
     "graph_module",
+    "inductor_options",
     "load_safetensors",
     "load_state_dict",
+    "micro_pipeline",
     "overlap",
     "register_rule",
     "shard",

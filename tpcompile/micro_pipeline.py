@@ -18,6 +18,7 @@ from tpcompile import pipeline
 from tpcompile.clone import clone
 from tpcompile.cost import hint
 from tpcompile.program import Program
+from tpcompile.quiet import quiet
 from tpcompile.stages import Source, program_of
 from tpcompile.torch_private import (
     FakeTensorMode,
@@ -107,7 +108,9 @@ def micro_pipeline(source: Source) -> Readiness:
     module = fx.GraphModule(nn.Module(), program.graph)
     pairs: list[Pair] = []
     alone: list[str] = []
-    for is_backward, graph in post_grad_graphs(module, inputs, mode):
+    with quiet():  # what Inductor imports is deprecated in part
+        graphs = post_grad_graphs(module, inputs, mode)
+    for is_backward, graph in graphs:
         way = "backward" if is_backward else "forward"
         _look(graph, way, pairs, alone)
     return Readiness(tuple(pairs), tuple(alone))
