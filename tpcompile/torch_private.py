@@ -1,6 +1,8 @@
 """Every use of torch that is not public API, each with the reason beside it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ __all__ = [
     "functional_collectives",
     "gather_matches",
     "is_batched",
+    "post_grad_backend",
     "post_grad_graphs",
     "pytree",
     "same_storage",
@@ -99,40 +102,55 @@ def dtensor_as(cls: Any, dtensor: DTensor) -> Any:
     return cls.__new__(cls, dtensor._local_tensor, dtensor._spec, requires_grad=False)
 
 
-def post_grad_graphs(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], fake_mode: Any
-) -> list[tuple[bool, fx.Graph]]:
-    """(is backward, graph) as Inductor's micro-pipeline pass gets them; nothing is generated.
+class _Reached(Exception):
+    """Ends Inductor's passes."""
 
-    Inductor has no public way to stop there.  Its passes before that one run, which change views
-    and drop ops, so a matcher sees what it sees under torch.compile.
+
+def post_grad_backend(found: list[tuple[bool, fx.Graph]]) -> Any:
+    """A backend of torch.compile that notes (is backward, graph) and runs them as they are.
+
+    The graphs are those that Inductor's micro-pipeline pass gets, which it has no public way to
+    show: its passes before that one change views and drop ops, so that a matcher sees what it sees
+    under torch.compile.
     """
-    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.fx_passes import post_grad
 
-    found: list[tuple[bool, fx.Graph]] = []
+    def note(inner: fx.GraphModule, given: Any, **options: Any) -> Any:
+        def stop(graph: fx.Graph) -> None:
+            found.append((bool(options.get("is_backward")), graph))
+            raise _Reached
 
-    def keep(inner: fx.GraphModule, given: Any, **options: Any) -> Any:
-        back = bool(options.get("is_backward"))
         post_grad.view_to_reshape(inner)
         run: Any = post_grad.micro_pipeline_tp_pass
-        post_grad.micro_pipeline_tp_pass = lambda graph: found.append((back, graph))
+        post_grad.micro_pipeline_tp_pass = stop
         try:
-            with config.patch(_micro_pipeline_tp=True):
+            with config.patch(_micro_pipeline_tp=True), suppress(_Reached):
                 post_grad.post_grad_passes(inner, bool(options.get("is_inference")))
         finally:
             post_grad.micro_pipeline_tp_pass = run
+        inner.recompile()
         call: Any = lambda args: inner(*args)  # noqa: E731  (takes an attribute)
         call._boxed_call = True
         return call
 
+    return partial(compile_fx, inner_compile=note)
+
+
+def post_grad_graphs(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], fake_mode: Any
+) -> list[tuple[bool, fx.Graph]]:
+    """What `post_grad_backend` notes of a module, forward and backward, without running it."""
+    from torch._functorch import config
+
+    found: list[tuple[bool, fx.Graph]] = []
+    backend = post_grad_backend(found)
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True  # only Dynamo sets it, which does not run here
     try:
-        with functorch_config.patch(force_non_lazy_backward_lowering=True), fake_mode:
-            compile_fx(module, inputs, inner_compile=keep)
+        with config.patch(force_non_lazy_backward_lowering=True), fake_mode:
+            backend(module, inputs)
     finally:
         torch.compiler._is_compiling_flag = flag
     return found
