@@ -1,19 +1,25 @@
 """Collectives beside other work: the same numbers, hidden time, and what the report says of it."""
 
 import copy
+import gc
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama import assert_close, assert_trains_alike, llama, loss_for, pair, tokens
+from llama import assert_close, assert_trains_alike, gradients, llama, loss_for, pair, tokens
 from slow_link import Counted, slow_link
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import tpcompile
+from tpcompile import wire
 from tpcompile.cost import CostModel
 from tpcompile.errors import InputError, TpcompileError
+from tpcompile.local_group import run_ranks
+from tpcompile.pending import start, wait
 from tpcompile.pipelining import Lane, best_chunks
 from tpcompile.profiles import hardware_for
 
@@ -254,6 +260,83 @@ def test_chunks_are_a_number_or_auto(chunks):
         "  it is the number of chunks in which linears and their collectives run\n"
         '  fix: pass 1 (no chunks), more, or "auto" to let the cost decide'
     )
+
+
+def check_checkpointed(use_reentrant):
+    """Exact gradients, and no collective that was started and never waited for."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    x = numbers()
+    plain = nn.Sequential(Parallel(), Parallel()).double()
+    model = tpcompile.shard(copy.deepcopy(plain), mesh, (x,), sequence_parallel=False)
+    wanted = torch.autograd.grad(plain(x).square().sum(), (x, *plain.parameters()))
+    for block in model:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    started, waited, run = [], [], wire.Started
+
+    class Noted(run):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+        def wait(self):
+            waited.append(self)
+            return super().wait()
+
+    wire.Started = Noted
+    try:
+        model(x).square().sum().backward()
+    finally:
+        wire.Started = run
+    found = [x.grad, *gradients(model).values()]
+    assert_close(found, list(wanted))
+    assert len(started) == len(waited)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_around_halves(ranks, use_reentrant):
+    """A block is run again in the backward."""
+    ranks(check_checkpointed, 2, use_reentrant)
+
+
+def test_a_collective_that_nobody_waits_for_is_waited_for():
+    """A second forward that stops between the halves leaves nothing behind."""
+
+    def run(axis):
+        waits = []
+        x = torch.ones(3, dtype=torch.float64).requires_grad_()
+        pending, ticket = start("all_reduce", x, axis)
+        assert pending.forward is not None
+        pending.forward.then(lambda y: waits.append(y.tolist()) or y)
+        del pending, ticket
+        gc.collect()
+        pending, ticket = start("all_reduce", x, axis)
+        assert wait((pending, ticket)).tolist() == [2.0] * 3
+        assert pending.forward is None
+        return waits
+
+    assert run_ranks(2, run) == [[[2.0] * 3]] * 2
+
+
+def check_compiled(chunks):
+    """One graph with branches side by side, and with chunks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    x = numbers()
+    plain = Twice().double()
+    model = tpcompile.shard(
+        copy.deepcopy(plain), mesh, (x,), sequence_parallel=False, overlap_chunks=chunks
+    )
+    torch.compiler.reset()
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    wanted, found = (torch.autograd.grad(m(x).square().sum(), x) for m in (plain, call))
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_compiler_sees_the_plain_form(ranks, chunks):
+    """Halves and chunks do not break the graph."""
+    ranks(check_compiled, 2, chunks)
 
 
 def lane(rows, width, hardware="h100-nvlink"):

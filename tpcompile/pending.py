@@ -25,6 +25,14 @@ class Pending:
     forward: Started | None = field(default=None, repr=False)
     backward: Started | None = field(default=None, repr=False)
 
+    def __del__(self) -> None:
+        """Wait for what nobody waited for: a checkpoint's second forward stops where it has all.
+
+        torch keeps the buffers of a functional collective until someone does.
+        """
+        if self.forward is not None:
+            self.forward.wait()
+
 
 def start(
     name: str, x: Tensor, axis: Axis, *layout: Any, partial_grad: bool | None = None
