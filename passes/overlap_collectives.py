@@ -1,5 +1,6 @@
 """Start collectives as early and wait for them as late as data allows."""
 
+import operator
 from typing import Any
 
 import torch
@@ -90,10 +91,9 @@ class _Schedule:
             late = not each < first
             if late and (total >= wanted or each.meta.get("block") != block):
                 break
-            if any(source in waiting for source in each.all_input_nodes):
+            needs_it = any(source in waiting for source in each.all_input_nodes)
+            if needs_it or (late and not _may_move(each)):
                 waiting.add(each)
-            elif late and (_draws(each) or _is_traffic(each)):
-                waiting.add(each)  # random numbers and collectives keep their order
             elif each.meta.get("block") == block:
                 found.append(each)
                 total += self.seconds(each)
@@ -101,17 +101,17 @@ class _Schedule:
         return found
 
 
-def _draws(node: fx.Node) -> bool:
+def _may_move(node: fx.Node) -> bool:
+    """Whether a node can run earlier: random numbers and collectives keep their order."""
     target = node.target
-    if target is collectives.sharded_dropout:
+    if target is operator.getitem:
         return True
-    return isinstance(target, OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags or "dropout" in str(target)
-    )
-
-
-def _is_traffic(node: fx.Node) -> bool:
-    return bool({"conversion", "bucket", "lanes"} & node.meta.keys())
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    if target is torch.ops.aten.scaled_dot_product_attention.default:
+        dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+        return not dropout
+    return "dropout" not in str(target)
 
 
 def _apart(node: fx.Node, schedule: _Schedule) -> list[Covered]:

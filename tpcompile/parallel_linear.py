@@ -84,7 +84,7 @@ class _ColumnParallel(torch.autograd.Function):
         layout: Layout | None,
         keep: bool,
         chunks: int,
-        *weights_and_biases: Tensor | None,
+        *weights_and_biases: Any,
     ) -> tuple[Tensor, ...]:
         count = len(weights_and_biases) // 2
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]

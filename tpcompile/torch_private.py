@@ -115,7 +115,9 @@ def post_grad_backend(found: list[tuple[bool, fx.Graph]]) -> Any:
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_passes import post_grad as module
+
+    post_grad: Any = module
 
     def note(inner: fx.GraphModule, given: Any, **options: Any) -> Any:
         def stop(graph: fx.Graph) -> None:
