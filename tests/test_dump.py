@@ -22,7 +22,8 @@ from tpcompile.errors import InputError, TpcompileError
 PASSES = [
     "capture", "inline_regions", "functionalize", "normalize", "name_dims", "find_dims",
     "assign_placements", "insert_collectives", "eliminate_redundant", "certify_cost",
-    "mark_blocks", "localize", "bucket_gradients", "split_blocks",
+    "mark_blocks", "localize", "bucket_gradients", "fuse_linears", "overlap_collectives",
+    "split_blocks",
 ]  # fmt: skip
 
 
@@ -215,7 +216,7 @@ def test_every_run_writes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert folder.name == "MLP"
     shared = [f"{i:02}_{name}.txt" for i, name in enumerate(PASSES[:11])]
     forms = [f"planned.{form}" for form in ("dot", "html", "json", "svg")]
-    own = ["11_localize.txt", "12_bucket_gradients.txt"]
+    own = [f"{i}_{name}.txt" for i, name in enumerate(PASSES[11:-1], 11)]
     assert sorted(p.name for p in folder.iterdir()) == [*shared, *forms, "rank0", "rank1"]
     assert [sorted(p.name for p in (folder / f"rank{r}").iterdir()) for r in (0, 1)] == [own, own]
     text = (folder / "rank1" / "11_localize.txt").read_text()
@@ -239,7 +240,7 @@ def test_save_writes_what_the_variable_would(tmp_path: Path) -> None:
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names[:2] == ["00_capture.txt", "01_inline_regions.txt"]
     assert names[-4:] == ["planned.dot", "planned.html", "planned.json", "planned.svg"]
-    assert (tmp_path / "out" / "13_split_blocks.txt").read_text() == small()["split_blocks"]
+    assert (tmp_path / "out" / "15_split_blocks.txt").read_text() == small()["split_blocks"]
 
 
 def emitted() -> dict[str, str]:

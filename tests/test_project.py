@@ -32,7 +32,8 @@ INTERFACE = {"tpcompile", "tpcompile.__main__", "tpcompile.sharded_module"} | {
     f"tpcompile.{name}"
     for name in (
         *("advice", "advise", "check_prediction", "cli", "degrees", "dispatch", "emit"),
-        *("exchange", "explain", "layout3d", "lint", "local_shapes", "partial", "pins"),
+        *("exchange", "explain", "layout3d", "lint", "local_shapes", "micro_pipeline", "partial"),
+        *("pins",),
         *(
             "pipeline",
             "planning",

@@ -18,12 +18,14 @@ from tpcompile.errors import (
 )
 from tpcompile.explain import Explanation, explain
 from tpcompile.hardware import Hardware, Link
+from tpcompile.inductor import inductor_options
+from tpcompile.micro_pipeline import micro_pipeline
 from tpcompile.plan import Plan
 from tpcompile.program import Program
 from tpcompile.rule import Rule
 from tpcompile.rule import rule as register_rule
 from tpcompile.safetensors_files import load_safetensors
-from tpcompile.sharded_module import blocks, graph_module
+from tpcompile.sharded_module import blocks, graph_module, overlap
 from tpcompile.sharding import shard
 from tpcompile.stages import Stages, dump, stages
 from tpcompile.state import full_state_dict, load_state_dict
@@ -57,8 +59,11 @@ __all__ = [
     "explain",
     "full_state_dict",
     "graph_module",
+    "inductor_options",
     "load_safetensors",
     "load_state_dict",
+    "micro_pipeline",
+    "overlap",
     "register_rule",
     "shard",
     "stages",

@@ -71,22 +71,50 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective("pad", "S", "P", "pad", "take"),
 )
 
-_MOVES: dict[Move, Callable[[Tensor, Axis, Any, Any], Tensor]] = {
+_LOCAL: dict[Move, Callable[[Tensor, Axis, Any, Any], Tensor]] = {
     "none": lambda x, axis, source, target: x.view_as(x),
-    "all_reduce": lambda x, axis, source, target: wire.all_reduce(x, axis),
-    "reduce_scatter": lambda x, axis, source, target: wire.reduce_scatter(x, axis, target),
-    "all_gather": lambda x, axis, source, target: wire.all_gather(x, axis, source),
     "take": lambda x, axis, source, target: wire.take_own(x, axis, target),
     "pad": lambda x, axis, source, target: wire.pad_own(x, axis, source),
     "first": lambda x, axis, source, target: x.view_as(x) if axis[2] == 0 else torch.zeros_like(x),
-    "all_to_all": wire.all_to_all,
+}
+_TRAFFIC: dict[Move, Callable[[Tensor, Axis, Any, Any], wire.Started]] = {
+    "all_reduce": lambda x, axis, source, target: wire.start_all_reduce(x, axis),
+    "reduce_scatter": lambda x, axis, source, target: wire.start_reduce_scatter(x, axis, target),
+    "all_gather": lambda x, axis, source, target: wire.start_all_gather(x, axis, source),
+    "all_to_all": wire.start_all_to_all,
 }
 """How to make each move of a tensor split as `source` (None: not split) into one as `target`."""
 
 
+@dataclass(frozen=True)
+class Moves:
+    """A conversion between layouts of one tensor: what moves forward and what moves backward."""
+
+    forward: Move
+    backward: Move
+    source: Layout | None = None
+    target: Layout | None = None
+
+    def begin(self, x: Tensor, axis: Axis) -> wire.Started:
+        """Start the forward move; one without traffic is complete at once."""
+        return _begin(self.forward, x, axis, self.source, self.target)
+
+    def begin_backward(self, grad: Tensor, axis: Axis) -> wire.Started:
+        """Start the move of a gradient."""
+        return _begin(self.backward, grad, axis, self.target, self.source)
+
+
+def _begin(
+    move: Move, x: Tensor, axis: Axis, source: Layout | None, target: Layout | None
+) -> wire.Started:
+    if move in _TRAFFIC:
+        return _TRAFFIC[move](x, axis, source, target)
+    return wire.Started(_LOCAL[move](x, axis, source, target), complete=True)
+
+
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """R -> R*: the same value for readers that return partial gradients, which are summed."""
-    return _convert(x, axis, "none", "all_reduce")
+    return convert(x, axis, moves_of("copy", x))
 
 
 def copy_many(axis: Axis, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -96,36 +124,33 @@ def copy_many(axis: Axis, *xs: Tensor) -> tuple[Tensor, ...]:
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """P -> R: the sum over the ranks."""
-    return _convert(x, axis, "all_reduce", "none")
+    return convert(x, axis, moves_of("all_reduce", x))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, segments: Segments) -> Tensor:
     """P -> S: this rank's part of the sum over the ranks."""
-    return _convert(x, axis, "reduce_scatter", "all_gather", target=(dim % x.ndim, segments))
+    return convert(x, axis, moves_of("reduce_scatter", x, dim, segments))
 
 
 def all_gather(
     x: Tensor, axis: Axis, dim: int, segments: Segments, partial_grad: bool = True
 ) -> Tensor:
     """S -> R* (S -> R unless `partial_grad`): the global tensor from every rank's part."""
-    backward = "reduce_scatter" if partial_grad else "take"
-    return _convert(x, axis, "all_gather", backward, source=(dim % x.ndim, segments))
+    return convert(x, axis, moves_of("all_gather", x, dim, segments, partial_grad))
 
 
 def split(
     x: Tensor, axis: Axis, dim: int, segments: Segments, partial_grad: bool = False
 ) -> Tensor:
     """R -> S (R* -> S if `partial_grad`): this rank's part, without traffic."""
-    backward = "pad" if partial_grad else "all_gather"
-    return _convert(x, axis, "take", backward, target=(dim % x.ndim, segments))
+    return convert(x, axis, moves_of("split", x, dim, segments, partial_grad))
 
 
 def all_to_all(
     x: Tensor, axis: Axis, dim: int, segments: Segments, to_dim: int, to_segments: Segments
 ) -> Tensor:
     """S -> S': the part split along `to_dim` of a value that is split along `dim`."""
-    source, target = (dim % x.ndim, segments), (to_dim % x.ndim, to_segments)
-    return _convert(x, axis, "all_to_all", "all_to_all", source, target)
+    return convert(x, axis, moves_of("all_to_all", x, dim, segments, to_dim, to_segments))
 
 
 def to_partial(x: Tensor, axis: Axis, partial_grad: bool = False) -> Tensor:
@@ -133,7 +158,7 @@ def to_partial(x: Tensor, axis: Axis, partial_grad: bool = False) -> Tensor:
 
     So a bias can be added to a partial sum, and the sum be reduced together with others.
     """
-    return _convert(x, axis, "first", "first" if partial_grad else "none")
+    return convert(x, axis, moves_of("to_partial", x, partial_grad))
 
 
 def pad(x: Tensor, axis: Axis, dim: int, segments: Segments) -> Tensor:
@@ -141,51 +166,68 @@ def pad(x: Tensor, axis: Axis, dim: int, segments: Segments) -> Tensor:
 
     So a residual that is split can be added to partial sums, and all be reduced together.
     """
-    return _convert(x, axis, "pad", "take", source=(dim % x.ndim, segments))
+    return convert(x, axis, moves_of("pad", x, dim, segments))
 
 
-def _convert(
-    x: Tensor,
-    axis: Axis,
-    forward: Move,
-    backward: Move,
-    source: Layout | None = None,
-    target: Layout | None = None,
-) -> Tensor:
+def moves_of(name: str, x: Tensor, *layout: Any) -> Moves:
+    """What the conversion of that name moves, for the arguments that follow its axis."""
+
+    def at(i: int) -> Layout:
+        return layout[i] % x.ndim, layout[i + 1]
+
+    match name:
+        case "copy":
+            return Moves("none", "all_reduce")
+        case "all_reduce":
+            return Moves("all_reduce", "none")
+        case "reduce_scatter":
+            return Moves("reduce_scatter", "all_gather", target=at(0))
+        case "all_gather":
+            partial_grad = len(layout) < 3 or layout[2]
+            return Moves("all_gather", "reduce_scatter" if partial_grad else "take", source=at(0))
+        case "split":
+            partial_grad = len(layout) > 2 and layout[2]
+            return Moves("take", "pad" if partial_grad else "all_gather", target=at(0))
+        case "all_to_all":
+            return Moves("all_to_all", "all_to_all", at(0), at(2))
+        case "to_partial":
+            return Moves("first", "first" if layout and layout[0] else "none")
+        case "pad":
+            return Moves("pad", "take", source=at(0))
+    raise AssertionError(name)
+
+
+def convert(x: Tensor, axis: Axis, moves: Moves) -> Tensor:
+    """The tensor after the forward move; differentiable."""
     if axis[1] == 1:
         return x
-    return _Conversion.apply(x, axis, forward, backward, source, target)
+    return _Conversion.apply(x, axis, moves)
 
 
 class _Conversion(torch.autograd.Function):
     """One move forward, its partner backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        forward: Move,
-        backward: Move,
-        source: Layout | None,
-        target: Layout | None,
-    ) -> Tensor:
-        ctx.axis, ctx.move, ctx.source, ctx.target = axis, backward, source, target
-        return _MOVES[forward](x, axis, source, target)
+    def forward(ctx: Any, x: Tensor, axis: Axis, moves: Moves) -> Tensor:
+        ctx.axis, ctx.moves = axis, moves
+        return moves.begin(x, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        _check_first_order(grads)
-        grad = _MOVES[ctx.move](grads[0], ctx.axis, ctx.target, ctx.source)
-        return grad, None, None, None, None, None
+        check_first_order(grads)
+        return ctx.moves.begin_backward(grads[0], ctx.axis).wait(), None, None
 
 
-def _check_first_order(grads: Sequence[Tensor | None]) -> None:
-    """Refuse gradients of gradients, and many at once: no state is known of those."""
+def check_first_order(grads: Sequence[Tensor | None], saved: Sequence[Tensor | None] = ()) -> None:
+    """Refuse gradients of gradients, and many at once: no state is known of those.
+
+    `saved` is what the backward multiplies gradients with.
+    """
     if torch.compiler.is_compiling():
         return
+    second = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in saved)
     for grad in grads:
-        if grad is not None and (grad.requires_grad or is_batched(grad)):
+        if grad is not None and (second or grad.requires_grad or is_batched(grad)):
             raise TpcompileError(
                 "differentiate a gradient of a sharded model, or batches of gradients",
                 "only gradients of the first order, one at a time, are right across ranks",
@@ -204,7 +246,7 @@ class _CopyMany(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _check_first_order(grads)
+        check_first_order(grads)
         summed: list[Tensor | None] = [None] * len(grads)
         buckets: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         for i, grad in enumerate(grads):

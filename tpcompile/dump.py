@@ -108,8 +108,9 @@ def style_of_call(node: fx.Node, labels: Labels) -> str:
 
 
 def conversions(node: fx.Node) -> list[Any]:
-    """The conversions a node does: none, one, or those of a bucket of gradients."""
-    return [node.meta["conversion"]] if "conversion" in node.meta else node.meta.get("bucket", [])
+    """The conversions a node does: none, one (with linears or alone), or those of a bucket."""
+    one = node.meta.get("conversion") or node.meta.get("fused")
+    return [one] if one is not None else node.meta.get("bucket", [])
 
 
 def _parameter(labels: Labels) -> Any:

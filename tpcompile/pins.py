@@ -64,12 +64,28 @@ def outputs_for(asked: str) -> str:
     return asked
 
 
+def overlap_chunks_for(asked: int | str) -> int | str:
+    """What is asked of chunks.
+
+    Raises:
+        InputError: It is neither a number of chunks nor "auto".
+    """
+    if asked != "auto" and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 1):
+        raise InputError(
+            f"overlap_chunks={asked!r}",
+            "it is the number of chunks in which linears and their collectives run",
+            'pass 1 (no chunks), more, or "auto" to let the cost decide',
+        )
+    return asked
+
+
 def plan_options(
     model: nn.Module,
     plan: PlanLike,
     sequence_parallel: bool | str,
     outputs: str,
     hardware: Hardware,
+    overlap_chunks: int | str = 1,
 ) -> dict[str, Any]:
     """What a user asks for, checked, as keyword arguments of `pipeline.plan`.
 
@@ -81,6 +97,7 @@ def plan_options(
         "outputs": outputs_for(outputs),
         "pins": pins_from_plan(model, plan),
         "hardware": hardware,
+        "overlap_chunks": overlap_chunks_for(overlap_chunks),
     }
 
 

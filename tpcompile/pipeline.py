@@ -21,12 +21,14 @@ from tpcompile.passes.certify_cost import certify_cost
 from tpcompile.passes.eliminate_redundant import eliminate_redundant
 from tpcompile.passes.find_dims import find_dims
 from tpcompile.passes.functionalize import functionalize
+from tpcompile.passes.fuse_linears import fuse_linears
 from tpcompile.passes.inline_regions import inline_regions
 from tpcompile.passes.insert_collectives import insert_collectives
 from tpcompile.passes.localize import localize
 from tpcompile.passes.mark_blocks import mark_blocks
 from tpcompile.passes.name_dims import name_dims
 from tpcompile.passes.normalize import normalize
+from tpcompile.passes.overlap_collectives import overlap_collectives
 from tpcompile.passes.split_blocks import split_blocks
 from tpcompile.plan import collectives_of, styles_of
 from tpcompile.profiles import DEFAULT
@@ -44,7 +46,7 @@ PLAN: list[Pass] = [
     certify_cost,
     mark_blocks,
 ]
-LOCALIZE: list[Pass] = [localize, bucket_gradients]
+LOCALIZE: list[Pass] = [localize, bucket_gradients, fuse_linears, overlap_collectives]
 EMIT: list[Pass] = [split_blocks]
 
 OwnPasses = Mapping[str, Pass | Sequence[Pass]]
@@ -155,6 +157,7 @@ def plan(
     pins: dict[str, Any] | None = None,
     hardware: Hardware = DEFAULT,
     caches: Entries | None = None,
+    overlap_chunks: int | str = 1,
     dumps: bool = False,
 ) -> Program:
     """Decide and insert: a normalized program to one with placements and collectives.
@@ -168,6 +171,7 @@ def plan(
         sequence_parallel=sequence_parallel,
         outputs=outputs,
         caches=caches,
+        overlap_chunks=overlap_chunks,
         pins=(pins or {}) if size > 1 else {},  # one rank holds everything, pinned or not
     )
     program = run(program, PLAN, dumps=dumps)

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from tpcompile.captures import Capture, capture_of
+from tpcompile.covered import Overlap
 from tpcompile.dispatch import Dispatcher
 from tpcompile.errors import TpcompileError
 from tpcompile.generation import in_step
@@ -138,6 +139,12 @@ def captures(model: nn.Module) -> list[Capture]:
         if DISPATCHER in module.__dict__
         for variant, training in module.__dict__[DISPATCHER].all()
     ]
+
+
+def overlap(model: nn.Module) -> Overlap:
+    """How much of a sharded model's traffic runs beside other work, for its example inputs."""
+    program = _dispatcher_for(model).first().program
+    return Overlap(tuple(program.extra["covered"]), program.extra["overlap_chunks"])
 
 
 def _dispatcher_for(model: nn.Module) -> Dispatcher:

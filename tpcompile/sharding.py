@@ -26,7 +26,13 @@ from tpcompile.optimizer import (
 )
 from tpcompile.parameters import note_sharded, shard_parameters, sharded_for
 from tpcompile.partial import Call, Part, Parts, joined_plan, parts_of
-from tpcompile.pins import PlanLike, outputs_for, pins_from_plan, sequence_parallel_for
+from tpcompile.pins import (
+    PlanLike,
+    outputs_for,
+    overlap_chunks_for,
+    pins_from_plan,
+    sequence_parallel_for,
+)
 from tpcompile.pipeline import OwnPasses
 from tpcompile.plan import Plan, plan_of
 from tpcompile.planning import Inputs, arguments_of, block_paths, captured, check_rules
@@ -48,6 +54,7 @@ def shard(
     optimizer: torch.optim.Optimizer | None = None,
     outputs: str = "replicated",
     hardware: Hardware | str | os.PathLike[str] | None = None,
+    overlap_chunks: int | str = 1,
     strict: bool = False,
     partial: bool = False,
     passes: OwnPasses | None = None,
@@ -68,6 +75,8 @@ def shard(
             as DTensors on the axis (logits, for a loss or a sampler that takes them so).
         hardware: What plans are priced on: a profile's name, a `Hardware` or a file of one; None:
             by the mesh's device, and h100-nvlink for a CPU mesh, which rehearses for GPUs.
+        overlap_chunks: In how many chunks of tokens linears run, so that the collective of one is
+            sent while the next is multiplied; "auto" lets the cost decide.
         strict: Refuse ops without a rule instead of replicating them.
         partial: Where the model cannot be traced whole, shard the repeated blocks that can, and
             replicate the rest.
@@ -89,6 +98,7 @@ def shard(
         "outputs": outputs_for(outputs),
         "hardware": hardware_for(hardware, mesh.device_type),
         "caches": {},
+        "overlap_chunks": overlap_chunks_for(overlap_chunks),
     }
 
     def decide() -> tuple[tuple[Any, ...], dict[str, Any], Parts]:
@@ -110,7 +120,10 @@ def shard(
     _, _, parts = agree(
         f"shard {type(model).__name__}",
         decide,
-        lambda made: fingerprints(model, *made[:2], made[2].programs()),
+        lambda made: {
+            **fingerprints(model, *made[:2], made[2].programs()),
+            "overlap_chunks": str(overlap_chunks),
+        },
         lambda made: made[2].programs().values(),
         submesh.get_group(),
     )

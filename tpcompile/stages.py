@@ -121,7 +121,7 @@ def dump(
     """
     if form not in FORMS:
         raise InputError(f"dump in the form {form!r}", "it is not one", f"use {', '.join(FORMS)}")
-    program = _program_of(source)
+    program = program_of(source)
     if block:
         _check_block(program, block)
     text = form_of(program, form, block)
@@ -130,7 +130,8 @@ def dump(
     return text
 
 
-def _program_of(source: Source) -> Program:
+def program_of(source: Source) -> Program:
+    """The planned program of what `dump` takes."""
     if isinstance(source, Program):
         return source
     if isinstance(source, Stages):

@@ -1,14 +1,18 @@
 """Every use of torch that is not public API, each with the reason beside it."""
 
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers the ops' fake kernels
 import torch.utils.checkpoint
+from torch import fx
 from torch._C import DisableTorchFunction  # documented, not exported
 from torch._C import _set_grad_enabled as set_grad_enabled_call  # what no_grad calls
 from torch._ops import HigherOrderOperator, OpOverload  # types of call targets, public in docs only
-from torch._subclasses.fake_tensor import FakeTensor  # what tracing runs on
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # what tracing runs on
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as fx_config  # settings of symbolic sizes
 from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
@@ -18,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented, not ex
 __all__ = [
     "DisableTorchFunction",
     "FakeTensor",
+    "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
@@ -25,10 +30,14 @@ __all__ = [
     "checkpoint_hook",
     "dtensor_as",
     "functional_collectives",
+    "gather_matches",
     "is_batched",
     "lengths_of_one",
+    "post_grad_backend",
+    "post_grad_graphs",
     "pytree",
     "same_storage",
+    "scatter_matches",
     "set_checkpoint_hook",
     "set_function_apply",
     "set_grad_enabled_call",
@@ -104,3 +113,92 @@ def is_batched(x: torch.Tensor) -> bool:
 def dtensor_as(cls: Any, dtensor: DTensor) -> Any:
     """The same DTensor as a subclass: the public constructors make the base class only."""
     return cls.__new__(cls, dtensor._local_tensor, dtensor._spec, requires_grad=False)
+
+
+class _Reached(Exception):
+    """Ends Inductor's passes."""
+
+
+def post_grad_backend(found: list[tuple[bool, fx.Graph]]) -> Any:
+    """A backend of torch.compile that notes (is backward, graph) and runs them as they are.
+
+    The graphs are those that Inductor's micro-pipeline pass gets, which it has no public way to
+    show: its passes before that one change views and drop ops, so that a matcher sees what it sees
+    under torch.compile.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.fx_passes import post_grad as module
+
+    post_grad: Any = module
+
+    def note(inner: fx.GraphModule, given: Any, **options: Any) -> Any:
+        def stop(graph: fx.Graph) -> None:
+            found.append((bool(options.get("is_backward")), graph))
+            raise _Reached
+
+        post_grad.view_to_reshape(inner)
+        run: Any = post_grad.micro_pipeline_tp_pass
+        post_grad.micro_pipeline_tp_pass = stop
+        try:
+            with config.patch(_micro_pipeline_tp=True), suppress(_Reached):
+                post_grad.post_grad_passes(inner, bool(options.get("is_inference")))
+        finally:
+            post_grad.micro_pipeline_tp_pass = run
+        inner.recompile()
+        call: Any = lambda args: inner(*args)  # noqa: E731  (takes an attribute)
+        call._boxed_call = True
+        return call
+
+    return partial(compile_fx, inner_compile=note)
+
+
+def post_grad_graphs(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], fake_mode: Any
+) -> list[tuple[bool, fx.Graph]]:
+    """What `post_grad_backend` notes of a module, forward and backward, without running it."""
+    from torch._functorch import config
+
+    found: list[tuple[bool, fx.Graph]] = []
+    backend = post_grad_backend(found)
+    flag = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True  # only Dynamo sets it, which does not run here
+    try:
+        with config.patch(force_non_lazy_backward_lowering=True), fake_mode:
+            backend(module, inputs)
+    finally:
+        torch.compiler._is_compiling_flag = flag
+    return found
+
+
+def gather_matches(graph: fx.Graph) -> dict[fx.Node, list[Any]]:
+    """All-gathers that Inductor's matcher finds -> the matmuls of each that it can fuse.
+
+    As `fuse_all_gather_matmul`, which does nothing without symmetric memory and does not say why.
+    """
+    from torch._inductor.fx_passes import micro_pipeline_tp as matcher
+
+    found = {}
+    for match in matcher.find_all_gather_patterns(graph):
+        shard = match.shard_node.meta["val"]
+        matmuls = [
+            matmul.nodes
+            for matmul in matcher._find_consumer_matmuls(match.res_node)
+            if match.res_node not in matmul.arg_ancestor_nodes
+        ]
+        small = match.gather_dim in (-1, shard.ndim - 1) and shard.shape[-1] < 1024
+        found[match.ag_node] = [] if small else matmuls
+    return found
+
+
+def scatter_matches(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """Reduce-scatters that Inductor's matcher finds -> the matmul it can fuse, or None."""
+    from torch._inductor.fx_passes import micro_pipeline_tp as matcher
+
+    found = {}
+    for match in matcher.find_reduce_scatter_patterns(graph):
+        nodes = getattr(match.match, "nodes", match.match)
+        producer = matcher._find_producer_matmul(match.input_node)
+        alone = len(match.input_node.users) == 1 or all(u in nodes for u in match.input_node.users)
+        found[match.reduce_scatter_node] = producer if alone else None
+    return found

@@ -76,6 +76,7 @@ def verify(
     plan: PlanLike = None,
     outputs: str = "replicated",
     hardware: Hardware | str | os.PathLike[str] | None = None,
+    overlap_chunks: int | str = 1,
     seed: int = 0,
     strict: bool = False,
     passes: OwnPasses | None = None,
@@ -85,12 +86,12 @@ def verify(
     All ranks run in this process on the CPU, through the graphs they would really run and
     collectives that exchange the real tensors; no process group is needed.  Outputs, the loss
     (the output named so, else a weighted mean of the outputs) and every gradient are compared.
-    The model is not changed.  `hardware` is what the plan is priced on, and `passes` are a user's
-    own, as for `shard`.
+    The model is not changed.  `hardware` is what the plan is priced on; `overlap_chunks` and
+    `passes`, which are a user's own, are as for `shard`.
     """
     args, kwargs = arguments_of(model, example_inputs)
     profile = hardware_for(hardware, "cuda")
-    options = plan_options(model, plan, sequence_parallel, outputs, profile)
+    options = plan_options(model, plan, sequence_parallel, outputs, profile, overlap_chunks)
     program = captured(model, args, kwargs, passes=passes)
     pipeline.plan(program, tp, **options)
     check_rules(program, strict=strict)

@@ -1,11 +1,12 @@
 """Collectives on plain tensors, without autograd: over a process group or a `LocalGroup`.
 
-The wire carries equal contiguous chunks.  Shares that differ are padded to the longest one, and
-the padding is cut off again before anything reads it.
+Each runs at once (`all_gather`) or is started (`start_all_gather`), to be waited for when
+something reads the result.  The wire carries equal contiguous chunks.  Shares that differ are
+padded to the longest one, and the padding is cut off again before anything reads it.
 """
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from math import prod
 from typing import Literal
 
@@ -21,47 +22,110 @@ Layout = tuple[int, Segments]
 """(dim, segments): which dim of a tensor is split, and how."""
 
 
+class Started:
+    """A collective on its way. Its operand must not change before `wait` gives the result."""
+
+    def __init__(self, result: Tensor, complete: bool = False) -> None:
+        """`complete` says that nothing is left to wait for."""
+        self.result, self.complete = result, complete
+        self._finish: Callable[[Tensor], Tensor] | None = None
+
+    def then(self, finish: Callable[[Tensor], Tensor]) -> "Started":
+        """The same, with its result put in shape by `finish`."""
+        assert self._finish is None
+        self._finish = finish
+        return self
+
+    def wait(self) -> Tensor:
+        """The result, complete."""
+        result = self.result if self.complete else ops.wait_tensor(self.result)
+        return result if self._finish is None else self._finish(result)
+
+
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
     """Sum or maximum over all ranks, a new contiguous tensor."""
-    name, _, rank = axis
-    x = x.contiguous()
-    if group := local_group_for(axis):
-        values = [value for (value,) in group.exchange(rank, f"all_reduce({op})", x)]
-        return reduce(torch.add if op == "sum" else torch.maximum, values)
-    return ops.wait_tensor(ops.all_reduce(x, op, name))
+    return start_all_reduce(x, axis, op).wait()
 
 
 def all_gather(x: Tensor, axis: Axis, layout: Layout) -> Tensor:
     """The global tensor from every rank's part of it."""
-    dim, segments = layout
-    size = axis[1]
-    if is_contiguous(segments, size):
-        stacked = _all_gather_chunks(x.contiguous(), axis)
-        if _is_stacked(x.shape, layout):
-            return stacked.view(_with_length(x.shape, dim, size * x.shape[dim]))
-        return torch.cat(stacked.view(size, *x.shape).unbind(), dim)
-    shapes = _part_shapes(x.shape, layout, size)
-    longest = max(map(prod, shapes))
-    rows = _all_gather_chunks(_pad(x, longest), axis).view(size, longest).unbind()
-    return join([_cut(row, shape) for row, shape in zip(rows, shapes, strict=True)], *layout)
+    return start_all_gather(x, axis, layout).wait()
 
 
 def reduce_scatter(x: Tensor, axis: Axis, layout: Layout) -> Tensor:
     """This rank's part of the sum over all ranks, a new contiguous tensor."""
-    _, size, rank = axis
-    shapes = _part_shapes(x.shape, layout, size)
-    if any(shape != shapes[0] for shape in shapes):
-        longest = max(map(prod, shapes))
-        stacked = torch.cat([_pad(part, longest) for part in _parts(x, layout, size)])
-    elif _is_stacked(x.shape, layout):
-        stacked = x.reshape(-1)
-    else:
-        stacked = torch.cat(_parts(x, layout, size)).reshape(-1)  # cat keeps the parts' strides
-    return _cut(_reduce_scatter_chunks(stacked, axis), shapes[rank])
+    return start_reduce_scatter(x, axis, layout).wait()
 
 
 def all_to_all(x: Tensor, axis: Axis, source: Layout, target: Layout) -> Tensor:
     """The part split as `target` says of a tensor of which `x` is the part split as `source`."""
+    return start_all_to_all(x, axis, source, target).wait()
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Started:
+    """Start `all_reduce`."""
+    name, _, rank = axis
+    x = x.contiguous()
+    if group := local_group_for(axis):
+        values = [value for (value,) in group.exchange(rank, f"all_reduce({op})", x)]
+        return Started(reduce(torch.add if op == "sum" else torch.maximum, values), complete=True)
+    return Started(ops.all_reduce(x, op, name))
+
+
+def start_all_reduce_(x: Tensor, axis: Axis) -> Started:
+    """Start the sum over all ranks in place; `x` is contiguous and nothing else reads it."""
+    if local_group_for(axis):
+        return Started(x.copy_(all_reduce(x, axis)), complete=True)
+    return Started(ops.all_reduce_(x, "sum", axis[0]))
+
+
+def start_all_gather(x: Tensor, axis: Axis, layout: Layout) -> Started:
+    """Start `all_gather`."""
+    _, segments = layout
+    size = axis[1]
+    if is_contiguous(segments, size):
+        return start_all_gather_chunks(x.contiguous(), axis).then(
+            partial(_unstack, shape=x.shape, size=size, layout=layout)
+        )
+    shapes = _part_shapes(x.shape, layout, size)
+    longest = max(map(prod, shapes))
+
+    def finish(stacked: Tensor) -> Tensor:
+        rows = stacked.view(size, longest).unbind()
+        return join([_cut(row, shape) for row, shape in zip(rows, shapes, strict=True)], *layout)
+
+    return start_all_gather_chunks(_pad(x, longest), axis).then(finish)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, layout: Layout) -> Started:
+    """Start `reduce_scatter`."""
+    _, size, rank = axis
+    dim, segments = layout
+    shapes = _part_shapes(x.shape, layout, size)
+    if any(shape != shapes[0] for shape in shapes):
+        longest = max(map(prod, shapes))
+        stacked = torch.cat([_pad(part, longest) for part in _parts(x, layout, size)])
+    elif is_contiguous(segments, size) and 0 not in x.shape:
+        return _start_reduce_scatter_even(x, axis, dim)
+    elif _is_stacked(x.shape, layout):
+        stacked = x.reshape(-1)
+    else:
+        stacked = torch.cat(_parts(x, layout, size)).reshape(-1)  # cat keeps the parts' strides
+    return start_reduce_scatter_chunks(stacked, axis).then(partial(_cut, shape=shapes[rank]))
+
+
+def _start_reduce_scatter_even(x: Tensor, axis: Axis, dim: int) -> Started:
+    """Of equal contiguous chunks along the dim, in a form that Inductor's matcher knows."""
+    length = x.shape[dim] // axis[1]
+    if all(n == 1 for n in x.shape[:dim]):
+        shape = _with_length(x.shape, dim, length)
+        started = start_reduce_scatter_chunks(x.flatten(0, dim).contiguous(), axis)
+        return started.then(lambda part: part.view(shape)) if dim else started
+    return start_reduce_scatter_chunks(torch.cat(x.split(length, dim)).contiguous(), axis)
+
+
+def start_all_to_all(x: Tensor, axis: Axis, source: Layout, target: Layout) -> Started:
+    """Start `all_to_all`."""
     _, size, rank = axis
     sent = _part_shapes(x.shape, target, size)
     received = _part_shapes(sent[rank], source, size)
@@ -70,12 +134,17 @@ def all_to_all(x: Tensor, axis: Axis, source: Layout, target: Layout) -> Tensor:
     else:
         flat = torch.cat([part.reshape(-1) for part in _parts(x, target, size)])
     counts = list(map(prod, received))
-    flat = _all_to_all_pieces(flat, axis, list(map(prod, sent)), counts)
     dim, segments = source
-    if _is_stacked(sent[rank], source):
-        return flat.view(_with_length(sent[rank], dim, local_length(segments, 1, 0)))
-    pieces = zip(flat.split(counts), received, strict=True)
-    return join([piece.view(shape) for piece, shape in pieces], dim, segments)
+
+    def finish(flat: Tensor) -> Tensor:
+        if x.is_complex() and not flat.is_complex():
+            flat = torch.view_as_complex(flat)
+        if _is_stacked(sent[rank], source):
+            return flat.view(_with_length(sent[rank], dim, local_length(segments, 1, 0)))
+        pieces = zip(flat.split(counts), received, strict=True)
+        return join([piece.view(shape) for piece, shape in pieces], dim, segments)
+
+    return _start_all_to_all_pieces(flat, axis, list(map(prod, sent)), counts).then(finish)
 
 
 def take_own(x: Tensor, axis: Axis, layout: Layout) -> Tensor:
@@ -94,33 +163,45 @@ def pad_own(x: Tensor, axis: Axis, layout: Layout) -> Tensor:
     return join([x if r == rank else x.new_zeros(shape) for r, shape in enumerate(shapes)], *layout)
 
 
-def _all_gather_chunks(x: Tensor, axis: Axis) -> Tensor:
+def start_all_gather_chunks(x: Tensor, axis: Axis) -> Started:
     """[n, ...] on every rank -> [size * n, ...]."""
     name, size, rank = axis
     if group := local_group_for(axis):
-        return torch.cat([chunk for (chunk,) in group.exchange(rank, "all_gather", x)])
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, name))
+        chunks = [chunk for (chunk,) in group.exchange(rank, "all_gather", x)]
+        return Started(torch.cat(chunks), complete=True)
+    return Started(ops.all_gather_into_tensor(x, size, name))
 
 
-def _reduce_scatter_chunks(x: Tensor, axis: Axis) -> Tensor:
-    """[size * n] on every rank -> this rank's [n] of the sum."""
+def start_reduce_scatter_chunks(x: Tensor, axis: Axis) -> Started:
+    """[size * n, ...] on every rank -> this rank's [n, ...] of the sum."""
     name, size, rank = axis
     if group := local_group_for(axis):
-        chunks = x.view(size, -1).unbind()
-        return reduce(torch.add, [c[rank] for c in group.exchange(rank, "reduce_scatter", *chunks)])
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, name))
+        received = group.exchange(rank, "reduce_scatter", *x.chunk(size))
+        return Started(reduce(torch.add, [chunks[rank] for chunks in received]), complete=True)
+    return Started(ops.reduce_scatter_tensor(x, "sum", size, name))
 
 
-def _all_to_all_pieces(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+def _start_all_to_all_pieces(
+    x: Tensor, axis: Axis, sent: list[int], received: list[int]
+) -> Started:
     """A piece [n, ...] for every rank, concatenated -> the pieces from every rank."""
     name, _, rank = axis
     if group := local_group_for(axis):
         pieces = group.exchange(rank, "all_to_all", *x.split(sent))
-        return torch.cat([from_rank[rank] for from_rank in pieces])
+        return Started(torch.cat([from_rank[rank] for from_rank in pieces]), complete=True)
     if x.is_complex():  # gloo has no complex all-to-all
-        real = torch.view_as_real(x.resolve_conj())
-        return torch.view_as_complex(_all_to_all_pieces(real, axis, sent, received))
-    return ops.wait_tensor(ops.all_to_all_single(x, received, sent, name))
+        x = torch.view_as_real(x.resolve_conj())
+    return Started(ops.all_to_all_single(x, received, sent, name))
+
+
+def _unstack(stacked: Tensor, shape: Sequence[int], size: int, layout: Layout) -> Tensor:
+    """Parts of this shape, one after the other, as the global tensor."""
+    dim, _ = layout
+    if _is_stacked(shape, layout):
+        return stacked.view(_with_length(shape, dim, size * shape[dim]))
+    if 0 in shape:
+        return stacked.new_empty(_with_length(shape, dim, size * shape[dim]))
+    return torch.cat(stacked.split(shape[0]), dim)  # as Inductor's matcher knows it
 
 
 def _parts(x: Tensor, layout: Layout, size: int) -> list[Tensor]:
