@@ -55,12 +55,33 @@ def remap_parameter(
 
 _HOOKED: WeakSet[Optimizer] = WeakSet()
 _WATCHING: list[Any] = []
+_MOVED = "_tpcompile_moved"
+"""Attribute of a parameter that another has replaced."""
 
 
 def watch_optimizers() -> None:
     """Hook every optimizer at its first step: most are made after the model is sharded."""
     if not _WATCHING:
-        _WATCHING.append(register_optimizer_step_pre_hook(lambda opt, *_: hook_optimizer(opt)))
+        _WATCHING.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    follow_moved(optimizer)
+    hook_optimizer(optimizer)
+
+
+def mark_moved(old: nn.Parameter, new: nn.Parameter, place: Callable[[Tensor], Tensor]) -> None:
+    """Note on a parameter that a sharded one has replaced it; see `parameters.Replaced`."""
+    vars(old)[_MOVED] = new, place
+
+
+def follow_moved(optimizer: Optimizer) -> None:
+    """Put sharded parameters in the place of those that they replaced after it was made."""
+    moved = [p for group in optimizer.param_groups for p in group["params"] if _MOVED in vars(p)]
+    if moved:
+        check_optimizer(optimizer)
+    for old in moved:
+        remap_parameter(optimizer, old, *vars(old)[_MOVED])
 
 
 def hook_optimizer(optimizer: Optimizer) -> None:

@@ -105,12 +105,29 @@ def shard_parameters(
         ShardingError: a parameter is a DTensor already; nothing is changed.
     """
     _check_plain(model)
+    rest = {
+        places[0].name: ParamLayout.replicated(_at(places[0]).shape, mesh.size())
+        for places in slots(model)
+        if not any(slot.name in layouts for slot in places)
+    }
+    place_parameters(model, {**rest, **layouts}, mesh, replaced)
+    _move_buffers(model, mesh.device_type)
+
+
+def place_parameters(
+    model: nn.Module,
+    layouts: Mapping[str, ParamLayout],
+    mesh: DeviceMesh,
+    replaced: Replaced | None = None,
+) -> None:
+    """`shard_parameters` of those that have a layout and no place yet; buffers are left alone."""
+    known = _SHARDED.get(model)
     by_name: dict[str, ParamLayout] = {}
     for places in list(slots(model)):
-        old = places[0].module._parameters[places[0].attr]
-        assert old is not None
         given = [layouts[slot.name] for slot in places if slot.name in layouts]
-        layout = given[0] if given else ParamLayout.replicated(old.shape, mesh.size())
+        if not given or (known is not None and places[0].name in known.layouts):
+            continue
+        old, layout = _at(places[0]), given[0]
         assert layout.shape == tuple(old.shape), f"{places[0].name}: {layout} for {old.shape}"
         new = renew(old, distribute(old, layout, mesh), places)
         if old.grad is not None:
@@ -118,12 +135,19 @@ def shard_parameters(
         if replaced is not None:
             replaced(old, new, lambda full, layout=layout: distribute(full, layout, mesh))
         by_name.update({slot.name: layout for slot in places})
-    _move_buffers(model, mesh.device_type)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        module.__dict__[_LAYOUTS] = {attr: by_name[prefix + attr] for attr in _own(module)}
-        install_hooks(module, module.__dict__[_LAYOUTS], mesh)
-    _SHARDED[model] = Sharded(by_name, mesh)
+        names = {attr: prefix + attr for attr in _own(module)}
+        own = {attr: by_name[name] for attr, name in names.items() if name in by_name}
+        module.__dict__[_LAYOUTS] = {**module.__dict__.get(_LAYOUTS, {}), **own}
+        install_hooks(module, own, mesh)
+    _SHARDED[model] = Sharded({**(known.layouts if known else {}), **by_name}, mesh)
+
+
+def _at(slot: Slot) -> nn.Parameter:
+    parameter = slot.module._parameters[slot.attr]
+    assert parameter is not None
+    return parameter
 
 
 def local_parameter(parameter: Tensor, layout: ParamLayout, rank: int) -> Tensor:

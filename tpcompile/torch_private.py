@@ -5,10 +5,13 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers the ops' fake kernels
 import torch.utils.checkpoint
+from torch import _guards  # whether Dynamo compiles; imported by torch itself
 from torch._C import DisableTorchFunction  # documented, not exported
 from torch._C import _set_grad_enabled as set_grad_enabled_call  # what no_grad calls
 from torch._ops import HigherOrderOperator, OpOverload  # types of call targets, public in docs only
 from torch._subclasses.fake_tensor import FakeTensor  # what tracing runs on
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast_call  # in graphs of Dynamo
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast_call
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
 from torch.utils import _pytree as pytree  # nested arguments of graph nodes; no public twin for it
@@ -22,15 +25,22 @@ __all__ = [
     "TorchDispatchMode",
     "apply_function",
     "checkpoint_hook",
+    "compiler_for",
     "dtensor_as",
+    "enter_autocast_call",
+    "error_through_dynamo",
+    "exit_autocast_call",
     "functional_collectives",
+    "graph_end",
     "is_batched",
+    "is_dynamo_compiling",
     "pytree",
     "same_storage",
     "set_checkpoint_hook",
     "set_function_apply",
     "set_grad_enabled_call",
     "shape_guards",
+    "skip_frames",
     "sym_expr",
 ]
 
@@ -91,3 +101,46 @@ def is_batched(x: torch.Tensor) -> bool:
 def dtensor_as(cls: Any, dtensor: DTensor) -> Any:
     """The same DTensor as a subclass: the public constructors make the base class only."""
     return cls.__new__(cls, dtensor._local_tensor, dtensor._spec, requires_grad=False)
+
+
+def is_dynamo_compiling() -> bool:
+    """Whether Dynamo traces, calls a backend or makes guards: `is_compiling` tells traced code."""
+    return _guards.CompileContext.current_compile_id() is not None
+
+
+def skip_frames(*functions: Any) -> None:
+    """Let Dynamo inline functions, but not compile them where compiled code calls them.
+
+    `torch.compiler.disable` would break the graph of a caller.
+    """
+    from torch._dynamo.eval_frame import skip_code  # costs seconds, so not with tpcompile
+
+    for function in functions:
+        skip_code(function.__code__)
+
+
+def error_through_dynamo(error: Exception) -> Exception:
+    """The same error, of its class and of one that Dynamo lets pass: it wraps all others."""
+    from torch._dynamo.exc import ShortenTraceback  # see skip_frames
+
+    kind = type(error)
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    both = type(kind.__name__, (kind, ShortenTraceback), own)
+    new = both.__new__(both, *error.args)
+    new.__dict__.update(vars(error), first_useful_frame=None)
+    return new
+
+
+def graph_end(gm: Any) -> tuple[bool, str, Any]:
+    """(whether the graph broke, why it ends, the user's frames) of a graph from Dynamo."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None:
+        return False, "", ()
+    return reason.graph_break, reason.reason, reason.user_stack
+
+
+def compiler_for(name: str) -> Any:
+    """A registered backend as a function of a graph from Dynamo: it has no public twin."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)

@@ -1,0 +1,354 @@
+"""The graph that Dynamo hands to a backend, lowered to a Program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from tpcompile.autocast import explicit_casts
+from tpcompile.capture_program import where_of
+from tpcompile.custom_function import elementwise_op
+from tpcompile.errors import CaptureError
+from tpcompile.program import Leaf, Program
+from tpcompile.program_edit import arguments, call
+from tpcompile.quiet import quiet
+from tpcompile.size_check import python_text
+from tpcompile.torch_private import (
+    HigherOrderOperator,
+    enter_autocast_call,
+    exit_autocast_call,
+    set_grad_enabled_call,
+    shape_guards,
+    sym_expr,
+)
+
+aten = torch.ops.aten
+Names = Mapping[int, Leaf]
+"""Id of a tensor that the model owns -> parameter or buffer of this name."""
+CARRIER = 1
+"""Dim of a carrier, a tensor that is there for its size alone, which carries the size."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How a call of Dynamo's graph becomes one of the program, and back."""
+
+    arguments: dict[str, int]
+    """Placeholder of the program -> which argument of Dynamo's call it is."""
+    carriers: dict[str, int]
+    """Placeholder of a carrier -> the argument that is its size."""
+    outputs: tuple[Any, ...]
+    """Of each output: None for the program's next tensor, else a function of the arguments."""
+
+
+def lower(
+    gm: fx.GraphModule,
+    names: Names,
+    paths: Mapping[int, str],
+    autocast: tuple[str, torch.dtype] | None,
+) -> tuple[Program, Ends]:
+    """(the program, how to call it) of a graph from Dynamo, inside of the backend call.
+
+    What the lowering assumes of sizes is added to Dynamo's own guards.
+
+    Args:
+        gm: Is not changed.
+        names: Of the tensors that the model owns, by the identity of what Dynamo saw.
+        paths: Id of a module -> its path in the model.
+        autocast: (device type, dtype) where autocast is on around the call.
+
+    Raises:
+        CaptureError: The graph has something that cannot be sharded.
+    """
+    given = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta["example_value"] for node in given]
+    mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
+    traced = _trace(gm, values, mode)
+    graph = traced.graph
+    program = Program(graph, {})
+    program.extra["fake_mode"] = mode
+    _set_locations(graph, paths)
+    places = dict(zip(graph.find_nodes(op="placeholder"), range(len(given)), strict=True))
+    for node, value in zip(places, values, strict=True):
+        if isinstance(value, Tensor):
+            with mode, torch.no_grad():
+                node.meta["val"] = value.detach().requires_grad_(value.requires_grad)
+    _name_leaves(program, traced, places, given, names)
+    carriers = _carry_sizes(program, places)
+    _inline_modes(program, autocast)
+    _remove_unread(program)
+    ends = Ends(
+        {n.name: i for n, i in places.items() if n.name in program.leaves},
+        carriers,
+        _set_outputs(program, values),
+    )
+    _set_symbols(program)
+    return program, ends
+
+
+class _Lowering(fx.Interpreter):
+    """Runs Dynamo's graph on its fake values; what has no ATen form becomes something that has."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.gm = gm
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            body, *inputs = args
+            return _Lowering(body).run(*inputs)
+        if target is torch.ops.higher_order.autograd_function_apply:
+            return _custom_function(args, kwargs)
+        if isinstance(target, HigherOrderOperator):
+            raise CaptureError(
+                f"shard a graph that calls {target}.",
+                "it runs a Python function as one op",
+                "write it with plain torch ops.",
+            )
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: str, args: Any, kwargs: Any) -> Any:
+        value = super().call_method(target, args, kwargs)
+        # A float of the model that Dynamo made an input: a number to us, with a guard on it.
+        return float(value) if isinstance(value, torch.SymFloat) else value
+
+
+def _trace(gm: fx.GraphModule, values: Sequence[Any], mode: Any) -> fx.GraphModule:
+    with mode, torch.enable_grad(), preserve_node_meta(), quiet():
+        return make_fx(_Lowering(gm).run, tracing_mode="real", pre_dispatch=True)(*values)
+
+
+def _custom_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A custom autograd function of the user: tracing it would lose its backward."""
+    forward, backward, *inputs = args
+    places = forward.graph.find_nodes(op="placeholder")
+    read = [n.users or isinstance(x, Tensor) for n, x in zip(places, inputs, strict=True)]
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *xs: Any) -> Any:
+            return torch.ops.higher_order.autograd_function_apply(forward, backward, *xs, **kwargs)
+
+        @staticmethod
+        def apply(*xs: Any) -> Any:
+            return torch.ops.higher_order.autograd_function_apply(forward, backward, *xs, **kwargs)
+
+    found = elementwise_op(Function, [x if r else None for x, r in zip(inputs, read, strict=True)])
+    if found is None:
+        raise CaptureError(
+            "shard a graph with a custom autograd function.",
+            f"{where_of(_trace_text(forward)) or 'the model'}: its backward would be lost, as it "
+            "does not map elements to elements.",
+            "write it with plain torch ops, or as a torch.library.custom_op with its own backward.",
+        )
+    output = found([x for x in inputs if isinstance(x, Tensor)])
+    body = arguments(next(iter(reversed(forward.graph.nodes))))[0][0]
+    return (output,) if isinstance(body, (tuple, list)) else output
+
+
+def _trace_text(gm: fx.GraphModule) -> str:
+    return next(filter(None, (n.meta.get("stack_trace") for n in gm.graph.nodes)), "")
+
+
+def _set_locations(graph: fx.Graph, paths: Mapping[int, str]) -> None:
+    """Reduce each node's meta to what a Program has."""
+    for node in graph.nodes:
+        modules, calls = [], []
+        for key in node.meta.get("nn_module_stack") or {}:
+            number, _, again = key.partition("@")
+            path = paths.get(int(number)) if number.isdecimal() else None
+            if path is not None:
+                modules.append(path)
+                calls.append(int(again or 0))
+        where = where_of(node.meta.get("stack_trace") or "")
+        meta = {"modules": tuple(modules), "calls": tuple(calls), "where": where}
+        meta["path"] = modules[-1] if modules else ""
+        if "val" in node.meta:
+            meta["val"] = node.meta["val"]
+        node.meta = meta
+
+
+def _name_leaves(
+    program: Program,
+    traced: fx.GraphModule,
+    places: Mapping[fx.Node, int],
+    given: Sequence[fx.Node],
+    names: Names,
+) -> None:
+    """Say what each placeholder is; constants become placeholders too."""
+    first: dict[str, fx.Node] = {}
+    for node, i in places.items():
+        if not isinstance(node.meta["val"], Tensor):
+            continue
+        leaf = names.get(i) or Leaf("input", given[i].name)
+        if leaf.kind != "input" and leaf.name in first:  # tied, and read under two names
+            node.replace_all_uses_with(first[leaf.name])
+            continue
+        first[leaf.name] = node
+        program.leaves[node.name] = leaf
+    for node in program.graph.find_nodes(op="get_attr"):
+        value = getattr(traced, str(node.target))
+        with program.graph.inserting_before(next(iter(program.graph.nodes))):
+            constant = program.graph.placeholder(str(node.target).replace(".", "_"))
+        constant.meta = dict(node.meta)
+        program.leaves[constant.name] = Leaf("constant", constant.name, value)
+        node.replace_all_uses_with(constant)
+        program.graph.erase_node(node)
+    _sort_placeholders(program)
+
+
+def _sort_placeholders(program: Program) -> None:
+    """Parameters, buffers, constants, inputs, and last what is no tensor."""
+    order = ("parameter", "buffer", "constant", "input")
+
+    def rank(node: fx.Node) -> int:
+        leaf = program.leaves.get(node.name)
+        return order.index(leaf.kind) if leaf else len(order)
+
+    first = next(iter(program.graph.nodes))
+    nodes = sorted(program.graph.find_nodes(op="placeholder"), key=rank)
+    for node in nodes:
+        if node is not first:
+            first.prepend(node)
+    if nodes[-1] is not first:
+        nodes[-1 if rank(first) == len(order) else nodes.index(first) - 1].append(first)
+
+
+def _carry_sizes(program: Program, places: Mapping[fx.Node, int]) -> dict[str, int]:
+    """Read sizes that Dynamo passes as numbers from tensors; the placeholders of those made up."""
+    carriers = {}
+    inputs = list(program.placeholders("input"))
+    for node, i in places.items():
+        value = node.meta["val"]
+        if not isinstance(value, torch.SymInt) or not node.users:
+            continue
+        source = next(((n, d) for n in inputs for d in _dims_of(n, sym_expr(value))), None)
+        if source is None:
+            with program.graph.inserting_before(node):
+                carrier = program.graph.placeholder(f"size_{i}")
+            with program.extra["fake_mode"]:
+                carrier.meta = {**node.meta, "val": torch.empty((1, value), dtype=torch.uint8)}
+            program.leaves[carrier.name] = Leaf("input", carrier.name)
+            carriers[carrier.name] = i
+            source = carrier, CARRIER
+        _sort_placeholders(program)
+        after = list(program.graph.find_nodes(op="placeholder"))[-1]
+        with program.graph.inserting_after(after):
+            size = program.graph.call_function(aten.sym_size.int, source)
+        size.meta = {**node.meta, "val": value}
+        node.replace_all_uses_with(size)
+    return carriers
+
+
+def _dims_of(node: fx.Node, expr: Any) -> list[int]:
+    if not isinstance(expr, sympy.Symbol):
+        return []
+    shape = node.meta["val"].shape
+    return [d for d, n in enumerate(shape) if isinstance(n, torch.SymInt) and sym_expr(n) == expr]
+
+
+def _inline_modes(program: Program, autocast: tuple[str, torch.dtype] | None) -> None:
+    """Make no_grad and autocast of the ops themselves: detached operands, and casts."""
+    grad, stack, detached, casts = True, [autocast], {}, {}
+    graph = program.graph
+    for node in list(program.calls()):
+        if node.target is set_grad_enabled_call:
+            grad = bool(arguments(node)[0])
+        elif node.target is enter_autocast_call:
+            kind, dtype, enabled, *_ = arguments(node)
+            dtype = dtype or torch.get_autocast_dtype(kind)
+            stack.append((kind, dtype) if enabled else None)
+        elif node.target is exit_autocast_call:
+            stack.pop()
+        else:
+            if not grad:
+                node.args, node.kwargs = fx.map_arg(
+                    (node.args, node.kwargs), lambda n, to=node: _detach(program, n, to, detached)
+                )
+                detached[node] = node
+            if stack[-1] is not None and isinstance(node.meta.get("val"), (Tensor, tuple, list)):
+                node.args, node.kwargs = explicit_casts(
+                    program, node, node, arguments(node), node.kwargs, stack[-1], casts
+                )
+    for node in reversed(list(program.calls())):
+        if node.target in (set_grad_enabled_call, enter_autocast_call, exit_autocast_call):
+            graph.erase_node(node)
+
+
+def _detach(program: Program, n: fx.Node, before: fx.Node, known: dict[Any, fx.Node]) -> fx.Node:
+    val = n.meta.get("val")
+    leaf = program.leaves.get(n.name)
+    if (
+        not isinstance(val, Tensor)
+        or not (val.is_floating_point() or val.is_complex())
+        or (leaf is not None and leaf.kind in ("buffer", "constant"))
+    ):
+        return n
+    if n not in known:
+        known[n] = call(program, before, aten.detach.default, (n,), {}, before)
+    return known[n]
+
+
+def _remove_unread(program: Program) -> None:
+    """Numbers that nothing reads any more, such as floats that became part of the graph."""
+    for node in reversed(list(program.graph.nodes)):
+        number = not isinstance(node.meta.get("val"), (Tensor, tuple, list))
+        unread = node.op in ("call_function", "placeholder") and not node.users
+        if unread and (node.target is aten.item.default or (node.op == "placeholder" and number)):
+            program.graph.erase_node(node)
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name not in program.leaves and not node.users:
+            program.graph.erase_node(node)
+
+
+def _set_outputs(program: Program, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Leave tensors as the program's outputs; what each output of Dynamo's graph is."""
+    output = program.output()
+    flat = arguments(output)[0]
+    flat = list(flat) if isinstance(flat, (tuple, list)) else [flat]
+    tensors, found = [], []
+    for each in flat:
+        value = each.meta["val"] if isinstance(each, fx.Node) else each
+        if isinstance(value, Tensor):
+            tensors.append(each)
+            found.append(None)
+        else:
+            found.append(_number(value, values))
+    output.args = (tuple(tensors),)
+    program.n_outputs = len(tensors)
+    return tuple(found)
+
+
+def _number(value: Any, values: Sequence[Any]) -> Callable[..., Any]:
+    """A function of Dynamo's arguments that gives an output that is no tensor."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return lambda *args: value
+    where = {
+        sym_expr(v): f"args[{i}]"
+        for i, v in enumerate(values)
+        if isinstance(v, torch.SymInt) and isinstance(sym_expr(v), sympy.Symbol)
+    }
+    functions: dict[str, Any] = {"max": max, "min": min}
+    return eval(f"lambda *args: {python_text(sym_expr(value), where, functions)}", functions)
+
+
+def _set_symbols(program: Program) -> None:
+    shapes = {}
+    for node in program.placeholders("input"):
+        shape = node.meta["val"].shape
+        shapes[node.name] = tuple(sym_expr(n) if isinstance(n, torch.SymInt) else n for n in shape)
+        for dim, size in enumerate(shapes[node.name]):
+            if isinstance(size, sympy.Symbol):
+                program.symbols.setdefault(size, (node.name, dim))
+    program.extra["input_shapes"] = shapes
+    guards = shape_guards(program.extra["fake_mode"])
+    program.guards = [
+        g
+        for g in guards
+        if getattr(g, "free_symbols", None) and g.free_symbols <= set(program.symbols)
+    ]
