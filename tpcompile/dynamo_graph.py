@@ -103,7 +103,7 @@ class _Lowering(fx.Interpreter):
             body, *inputs = args
             return _Lowering(body).run(*inputs)
         if target is torch.ops.higher_order.autograd_function_apply:
-            return _custom_function(args, kwargs)
+            return _custom_function(args)
         if isinstance(target, HigherOrderOperator):
             raise CaptureError(
                 f"shard a graph that calls {target}.",
@@ -123,22 +123,24 @@ def _trace(gm: fx.GraphModule, values: Sequence[Any], mode: Any) -> fx.GraphModu
         return make_fx(_Lowering(gm).run, tracing_mode="real", pre_dispatch=True)(*values)
 
 
-def _custom_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _custom_function(args: tuple[Any, ...]) -> Any:
     """A custom autograd function of the user: tracing it would lose its backward."""
     forward, backward, *inputs = args
     places = forward.graph.find_nodes(op="placeholder")
-    read = [n.users or isinstance(x, Tensor) for n, x in zip(places, inputs, strict=True)]
+    given = [x if _is_read(n, x) else None for n, x in zip(places, inputs, strict=True)]
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *xs: Any) -> Any:
-            return torch.ops.higher_order.autograd_function_apply(forward, backward, *xs, **kwargs)
+            output, ctx.saved = fx.Interpreter(forward).run(*xs)
+            return output[0] if isinstance(output, (tuple, list)) and len(output) == 1 else output
 
         @staticmethod
-        def apply(*xs: Any) -> Any:
-            return torch.ops.higher_order.autograd_function_apply(forward, backward, *xs, **kwargs)
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return fx.Interpreter(backward).run(*grads, *ctx.saved)
 
-    found = elementwise_op(Function, [x if r else None for x, r in zip(inputs, read, strict=True)])
+    sizes = any(isinstance(x, torch.SymInt) for x in given)
+    found = None if sizes else elementwise_op(Function, given)
     if found is None:
         raise CaptureError(
             "shard a graph with a custom autograd function.",
@@ -146,9 +148,14 @@ def _custom_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "does not map elements to elements.",
             "write it with plain torch ops, or as a torch.library.custom_op with its own backward.",
         )
-    output = found([x for x in inputs if isinstance(x, Tensor)])
+    output = found([x for x in given if isinstance(x, Tensor)])
     body = arguments(next(iter(reversed(forward.graph.nodes))))[0][0]
     return (output,) if isinstance(body, (tuple, list)) else output
+
+
+def _is_read(node: fx.Node, value: Any) -> bool:
+    """Whether a custom function reads an argument; not where it only keeps a size."""
+    return any(isinstance(value, Tensor) or user.op != "output" for user in node.users)
 
 
 def _trace_text(gm: fx.GraphModule) -> str:

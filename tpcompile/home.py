@@ -2,26 +2,35 @@
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpcompile.errors import InputError, MeshError, TpcompileError
-from tpcompile.optimizer import mark_moved
-from tpcompile.parameters import place_parameters, sharded_for
+from tpcompile.optimizer import check_optimizer, remap_parameter
+from tpcompile.parameters import (
+    mark_moved,
+    move_parameters,
+    moved,
+    place_parameters,
+    sharded_for,
+    slots,
+)
 from tpcompile.program import Leaf
 from tpcompile.refusals import check_memory
-from tpcompile.registry import install_registries, traced_parameters, weightless
+from tpcompile.registry import Registry, install_registries, traced_parameters, weightless
 from tpcompile.storage import ParamLayout
 
 
 class Home:
     """One model, and how its parameters are placed so far."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         """Of a model that nothing has sharded; `mesh` is the axis.
 
         Raises:
@@ -43,9 +52,15 @@ class Home:
                 f'model.to("{mesh.device_type}") first, or make the mesh for the device it is on',
             )
         check_memory(model, f"compile {name} with the tpcompile backend")
-        self.model, self.mesh = model, mesh
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.layouts: dict[str, ParamLayout] = {}
         """Of what is placed, by the first name of each."""
+        self.parked: set[str] = set()
+        """What is placed although no graph has read it."""
+        self.moving: dict[str, ParamLayout] = {}
+        """Where graphs want what was parked."""
 
     def leaves(self) -> dict[int, Leaf]:
         """Id of each tensor, as Dynamo sees it -> what it is."""
@@ -66,20 +81,60 @@ class Home:
         every = dict(traced_parameters(self.model))
         return {n: p for n, p in every.items() if first.setdefault(id(p), n) == n}
 
-    def place(self, layouts: Mapping[str, ParamLayout], replaced: Callable[..., None]) -> None:
-        """Shard parameters and free the whole ones; `replaced` is told of each pair."""
-        install_registries(self.model)
-        old = {name: p for name, p in self.traced().items() if name in layouts}
-
-        def moved(before: nn.Parameter, after: nn.Parameter, place: Callable[..., Any]) -> None:
-            mark_moved(before, after, place)
-            replaced(before, after, place)
-
-        place_parameters(self.model, layouts, self.mesh, moved)
-        self.layouts |= layouts
+    def place(self, layouts: Mapping[str, ParamLayout]) -> None:
+        """Shard what has no place yet, free the whole parameters, note what has to move."""
+        park = torch.compiler.disable(self.park)  # it runs between compiled frames
+        install_registries(self.model, self.mesh.device_type, park)
+        old = {n: p for n, p in self.traced().items() if n in layouts.keys() - self.layouts.keys()}
+        place_parameters(self.model, {n: layouts[n] for n in old}, self.mesh, self._moved)
         for parameter in old.values():
             parameter.grad = None
             parameter.data = weightless(parameter)
+            increment_version(parameter)  # a backward that needs its values has to raise
+        moving = {n: layouts[n] for n in self.parked & layouts.keys()}
+        self.moving |= {n: o for n, o in moving.items() if o != self.layouts[n]}
+        self.layouts |= layouts
+        self.parked -= layouts.keys()
+
+    def settle(self) -> None:
+        """Move what was parked to where graphs want it; all ranks take part."""
+        if self.moving:
+            move_parameters(self.model, self.moving, self.mesh)
+            self.moving = {}
+
+    def _moved(
+        self, old: nn.Parameter, new: nn.Parameter, place: Callable[[Tensor], Tensor]
+    ) -> None:
+        mark_moved(old, new, place)
+        if self.optimizer is not None:
+            remap_parameter(self.optimizer, old, new, place)
+
+    def pinned(self) -> dict[str, ParamLayout]:
+        """Layouts that graphs rely on."""
+        return {name: o for name, o in self.layouts.items() if name not in self.parked}
+
+    def park(self) -> None:
+        """Shard what no graph has read so far, somehow: a graph that reads it will move it.
+
+        Graphs of autograd may hold the whole ones, so these are replaced, and hand gradients on.
+        """
+        left = {n: p for n, p in self.traced().items() if n not in self.layouts}
+        if not left or not self.layouts:
+            return
+        layouts = {n: _even(tuple(p.shape), self.mesh.size()) for n, p in left.items()}
+        with torch.inference_mode(False):
+            place_parameters(self.model, layouts, self.mesh, self._moved)
+            for places in slots(self.model):
+                old = left.get(places[0].name)
+                if old is not None:
+                    stand_in = nn.Parameter(weightless(old), old.requires_grad)
+                    for slot in places:
+                        registry = slot.module._parameters
+                        assert isinstance(registry, Registry)
+                        registry.replace_traced(slot.attr, stand_in)
+                    _hand_on_gradients(old)
+        self.layouts |= layouts
+        self.parked |= layouts.keys()
 
     def source(self, name: str) -> tuple[nn.Module, str]:
         """The module that holds a parameter, and its attribute."""
@@ -112,6 +167,31 @@ def owner_of(parameters: Iterable[Tensor]) -> nn.Module:
             "say which is meant: backend=tpcompile.backend(mesh, model=model)",
         )
     return whole[0]
+
+
+def _hand_on_gradients(old: nn.Parameter) -> None:
+    """Let gradients that still come to a replaced parameter go to the other one."""
+
+    def hand_on(parameter: Tensor) -> None:
+        to = moved(parameter)
+        assert to is not None
+        assert parameter.grad is not None
+        new, place = to
+        grad = place(parameter.grad)
+        new.grad = grad if new.grad is None else new.grad + grad
+        parameter.grad = None
+
+    if old.requires_grad:
+        old.grad = None
+        old.register_post_accumulate_grad_hook(hand_on)
+
+
+def _even(shape: tuple[int, ...], size: int) -> ParamLayout:
+    """Its longest dim dealt out, where that gives every rank something."""
+    dim = max(range(len(shape)), key=shape.__getitem__, default=0)
+    if not shape or shape[dim] < size:
+        return ParamLayout.replicated(shape, size)
+    return ParamLayout.sharded(shape, dim, ((1, shape[dim], 1),), size)
 
 
 def _is_dtensor(parameter: Tensor) -> bool:

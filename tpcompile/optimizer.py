@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tpcompile.errors import ShardingError
-from tpcompile.parameters import Sharded, all_sharded, layouts_by_id
+from tpcompile.parameters import Sharded, all_sharded, layouts_by_id, moved
 from tpcompile.storage import ParamLayout
 from tpcompile.stored import distribute, view_original
 from tpcompile.stored_tensor import Stored
@@ -55,8 +55,6 @@ def remap_parameter(
 
 _HOOKED: WeakSet[Optimizer] = WeakSet()
 _WATCHING: list[Any] = []
-_MOVED = "_tpcompile_moved"
-"""Attribute of a parameter that another has replaced."""
 
 
 def watch_optimizers() -> None:
@@ -70,18 +68,16 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     hook_optimizer(optimizer)
 
 
-def mark_moved(old: nn.Parameter, new: nn.Parameter, place: Callable[[Tensor], Tensor]) -> None:
-    """Note on a parameter that a sharded one has replaced it; see `parameters.Replaced`."""
-    vars(old)[_MOVED] = new, place
-
-
 def follow_moved(optimizer: Optimizer) -> None:
-    """Put sharded parameters in the place of those that they replaced after it was made."""
-    moved = [p for group in optimizer.param_groups for p in group["params"] if _MOVED in vars(p)]
-    if moved:
+    """Put parameters in the place of those that they replaced after the optimizer was made."""
+    while True:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        stale = [(p, *to) for p in every if (to := moved(p)) is not None]
+        if not stale:
+            return
         check_optimizer(optimizer)
-    for old in moved:
-        remap_parameter(optimizer, old, *vars(old)[_MOVED])
+        for old, new, place in stale:
+            remap_parameter(optimizer, old, new, place)
 
 
 def hook_optimizer(optimizer: Optimizer) -> None:

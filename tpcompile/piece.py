@@ -9,10 +9,33 @@ import torch
 from torch import Tensor, fx, nn
 
 from tpcompile.dynamo_graph import Ends
+from tpcompile.parameters import local_parameter
 from tpcompile.program import Program
-from tpcompile.runtime import Source
+from tpcompile.registry import Registry
+from tpcompile.storage import ParamLayout
 
 Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sharded parameter is."""
+
+    owner: nn.Module
+    attr: str
+    layout: ParamLayout
+
+    def parameter(self) -> Tensor:
+        """What is there; as an attribute it would be whole, in a forward."""
+        registry = self.owner._parameters
+        assert isinstance(registry, Registry)
+        value = registry.shards.get(self.attr, registry.traced(self.attr))
+        assert value is not None
+        return value
+
+    def read(self, rank: int) -> Tensor:
+        """This rank's part, without padding."""
+        return local_parameter(self.parameter(), self.layout, rank)
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,7 @@ class Runnable:
 def runnable(
     program: Program,
     ends: Ends,
-    sources: Mapping[str, Source],
+    places: Mapping[str, Place],
     compile_graph: Callable[[fx.GraphModule, bool], Compiled],
     device: str,
 ) -> Runnable:
@@ -53,7 +76,7 @@ def runnable(
     Args:
         program: Localised.
         ends: Of the graph that it was lowered from.
-        sources: Name of a parameter -> where it is read.
+        places: Name of a parameter -> where it is read.
         compile_graph: (graph, whether sizes vary) -> what runs.
         device: Type of the mesh's devices.
     """
@@ -63,7 +86,7 @@ def runnable(
         if not node.users and leaf.kind != "input":
             program.graph.erase_node(node)
         elif leaf.kind == "parameter":
-            reads.append(_from_source(sources[leaf.name], program.extra["axis"][2]))
+            reads.append(_from_place(places[leaf.name], program.extra["axis"][2]))
         elif leaf.kind == "constant":
             reads.append(lambda args, value=leaf.tensor: value)
         elif node.name in ends.carriers:
@@ -81,8 +104,8 @@ def runnable(
     )
 
 
-def _from_source(source: Source, rank: int) -> Callable[[tuple[Any, ...]], Tensor]:
-    return lambda args: source.read(rank)
+def _from_place(place: Place, rank: int) -> Callable[[tuple[Any, ...]], Tensor]:
+    return lambda args: place.read(rank)
 
 
 def _carried(i: int, device: str) -> Callable[[tuple[Any, ...]], Tensor]:

@@ -1,7 +1,6 @@
 """How one graph of Dynamo's becomes what runs in its place."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +15,11 @@ from tpcompile.clone import clone
 from tpcompile.dynamo_graph import Ends, lower
 from tpcompile.errors import InputError, TpcompileError
 from tpcompile.home import Home, owner_of
-from tpcompile.optimizer import check_optimizer, remap_parameter
-from tpcompile.piece import Compiled, Runnable, runnable
+from tpcompile.piece import Compiled, Place, Runnable, runnable
 from tpcompile.pins import PlanLike, pins_from_layouts, pins_from_plan
 from tpcompile.planning import block_paths, check_rules
 from tpcompile.problem import Pin
 from tpcompile.program import Program
-from tpcompile.runtime import Source
 from tpcompile.size_check import python_text
 from tpcompile.torch_private import compiler_for, graph_end
 
@@ -44,9 +41,7 @@ class Shared:
 
     def home_for(self, model: nn.Module) -> Home:
         """The model as a home, after everything that can be wrong with it."""
-        home = Home(model, self.mesh)
-        if self.optimizer is not None:
-            check_optimizer(self.optimizer)
+        home = Home(model, self.mesh, self.optimizer)
         self.pins = pins_from_plan(model, self.plan)
         return home
 
@@ -62,12 +57,6 @@ class Shared:
                 "make a backend of its own for every model: tpcompile.backend(mesh, model=model)",
             )
         return self.home
-
-    def replaced(self) -> Callable[..., None]:
-        """What is told of each parameter that is sharded."""
-        if self.optimizer is None:
-            return lambda old, new, place: None
-        return functools.partial(remap_parameter, self.optimizer)
 
     def compile_graph(self, gm: fx.GraphModule, dynamic: bool) -> Compiled:
         """A local graph, compiled at its first call."""
@@ -123,15 +112,13 @@ class Piece:
         self.planned = clone(program)
         self._localize(program)
         layouts = program.extra["layouts"]
-        self.home.place(
-            {name: o for name, o in layouts.items() if name not in self.home.layouts},
-            self.shared.replaced(),
-        )
+        self.home.place(layouts)
         self.shared.home = self.home
         self.names = list(layouts)
         self._keep(program)
 
     def _run(self, *args: Any) -> tuple[Any, ...]:
+        self.home.settle()
         variant = self.variants.get(self._flags())
         if variant is None:
             variant = self._for_trained()
@@ -139,7 +126,7 @@ class Piece:
 
     def _flags(self) -> tuple[bool, ...]:
         """Which of its parameters are trained; Dynamo does not see that of shards."""
-        return tuple(getattr(*self.places[name]).requires_grad for name in self.names)
+        return tuple(self.places[name].parameter().requires_grad for name in self.names)
 
     def _for_trained(self) -> Runnable:
         """A variant for parameters that are frozen, or trained, since the graph was traced."""
@@ -158,17 +145,26 @@ class Piece:
         with torch.inference_mode(False):
             meet(group, self.asked, f"trained: {[n for n, on in flags.items() if on]}")
             program = agree(
-                self.asked, decide, lambda p: {"plan": f";{digest(p)}"}, lambda p: [p], group
+                self.asked,
+                lambda: self._plan(clone(self.normal)),
+                lambda p: {"plan": f";{digest(p)}"},
+                lambda p: [p],
+                group,
             )
             self._localize(program)
             return self._keep(program)
 
     def _plan(self, program: Program) -> Program:
         """Decide, with parameters that have a place where they are."""
-        shared = self.shared
+        shared, placed = self.shared, self.home.layouts
+        for node in program.placeholders("parameter"):
+            name = program.leaves[node.name].name
+            if name in placed:  # Dynamo does not see what is trained of shards
+                trained = Place(*self.home.source(name), placed[name]).parameter().requires_grad
+                node.meta["val"] = node.meta["val"].detach().requires_grad_(trained)
         read = {program.leaves[n.name].name for n in program.placeholders("parameter")}
         pins = {name: pin for name, pin in shared.pins.items() if name in read}
-        pins |= pins_from_layouts({n: o for n, o in self.home.layouts.items() if n in read})
+        pins |= pins_from_layouts({n: o for n, o in self.home.pinned().items() if n in read})
         pipeline.plan(program, shared.mesh.size(), pins=pins, **shared.options)
         check_rules(program, strict=shared.strict)
         return program
@@ -181,11 +177,10 @@ class Piece:
 
     def _keep(self, program: Program) -> Runnable:
         """Compile a localised program whose parameters are placed."""
-        self.places = {name: self.home.source(name) for name in self.names}
         layouts = self.home.layouts
-        sources = {name: Source(*self.places[name], layouts[name]) for name in self.names}
+        self.places = {n: Place(*self.home.source(n), layouts[n]) for n in self.names}
         made = runnable(
-            program, self.ends, sources, self.shared.compile_graph, self.shared.mesh.device_type
+            program, self.ends, self.places, self.shared.compile_graph, self.shared.mesh.device_type
         )
         return self.variants.setdefault(self._flags(), made)
 

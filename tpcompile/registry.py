@@ -4,24 +4,44 @@ Dynamo's guards and traces are about the model as its author wrote it, so that a
 shapes; everybody else, from optimizers to state dicts, has to meet what really exists.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpcompile.errors import TpcompileError
-from tpcompile.torch_private import is_dynamo_compiling, skip_frames
+from tpcompile.errors import MeshError, TpcompileError
+from tpcompile.parameters import layouts_of
+from tpcompile.stored import read_whole
+from tpcompile.torch_private import (
+    call_module,
+    is_dynamo_compiling,
+    replace_call,
+    skip_frames,
+)
+
+_FORWARD: ContextVar[bool] = ContextVar("forward", default=False)
+"""Whether a forward of the model runs."""
 
 
 class Registry(dict[str, nn.Parameter | None]):
     """Name -> parameter; its C level content, which guards read, is what Dynamo may see."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
-        """Of a module's parameters, none of which is sharded yet."""
-        super().__init__(parameters)
+    def __init__(self, module: nn.Module) -> None:
+        """Of a module of whose parameters none is sharded yet."""
+        super().__init__(module._parameters)
+        self.layouts = partial(layouts_of, module)
         self.shards: dict[str, nn.Parameter] = {}
+        self.read: set[str] = set()
+        """What Python code has read whole, beside the graphs."""
+
+    def replace_traced(self, key: str, value: nn.Parameter) -> None:
+        """Let Dynamo see another parameter."""
+        dict.__setitem__(self, key, value)
 
     def traced(self, key: str) -> nn.Parameter | None:
         """The parameter as Dynamo sees it."""
@@ -32,7 +52,8 @@ class Registry(dict[str, nn.Parameter | None]):
         # Dynamo follows these two lines when it traces a module that reads a parameter.
         if torch.compiler.is_compiling():
             return dict.__getitem__(self, key)
-        return _shown(self, key)
+        caller = sys._getframe(1).f_code
+        return _shown(self, key, caller is nn.Module.__getattr__.__code__ and _FORWARD.get())
 
     def __setitem__(self, key: str, value: nn.Parameter | None) -> None:
         self.shards.pop(key, None)
@@ -98,9 +119,19 @@ class Registry(dict[str, nn.Parameter | None]):
         _refuse("pickle")
 
 
-def _shown(registry: Registry, key: str) -> nn.Parameter | None:
+_read_whole = torch.compiler.disable(read_whole)  # it runs between compiled frames
+
+
+def _shown(registry: Registry, key: str, computes: bool) -> Any:
+    """A parameter; for what `computes` with it outside of graphs, the whole tensor."""
     value = dict.__getitem__(registry, key)
-    return value if is_dynamo_compiling() else registry.shards.get(key, value)
+    shard = registry.shards.get(key)
+    if shard is None or is_dynamo_compiling():
+        return value
+    if not computes:
+        return shard
+    registry.read.add(key)
+    return _read_whole(shard, registry.layouts()[key])
 
 
 def _refuse(what: str) -> NoReturn:
@@ -112,12 +143,70 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def install_registries(model: nn.Module) -> None:
-    """Give every module of the model that has parameters a `Registry`."""
-    skip_frames(Registry.__getitem__, _shown, is_dynamo_compiling)
+def install_registries(model: nn.Module, device: str, before: Callable[[], None]) -> None:
+    """Give every module of the model that has parameters a `Registry`.
+
+    Args:
+        model: Changed in place.
+        device: Type of the mesh's devices.
+        before: Is called before each call of the model itself.
+    """
+    skip_frames(Registry.__getitem__, _shown, is_dynamo_compiling, call_module, _call, _apply)
     for module in model.modules():
-        if module._parameters and not isinstance(module._parameters, Registry):
-            module.__dict__["_parameters"] = Registry(module._parameters)
+        if not isinstance(module._parameters, Registry):
+            if module._parameters:
+                module.__dict__["_parameters"] = Registry(module)
+                module.__dict__["_apply"] = partial(_apply, module, device)
+            replace_call(module, partial(_call, module, before if module is model else None))
+
+
+def _call(module: nn.Module, before: Callable[[], None] | None, *args: Any, **kwargs: Any) -> Any:
+    """Call a module; what its Python code reads meanwhile is whole, if no graph replaces it."""
+    if torch.compiler.is_compiling():
+        return call_module(module, *args, **kwargs)
+    if not _FORWARD.get() and before is not None:
+        before()
+    token = _FORWARD.set(True)
+    try:
+        if "_flat_weights_names" in module.__dict__:  # recurrent modules keep a list of their own
+            names = module.__dict__["_flat_weights_names"]
+            module.__dict__["_flat_weights"] = [getattr(module, name) for name in names]
+        return call_module(module, *args, **kwargs)
+    finally:
+        _FORWARD.reset(token)
+
+
+def _apply(
+    module: nn.Module, device: str, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """`nn.Module._apply`, which `to`, `half` and others call; Dynamo sees a new dtype too."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            to = function(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device
+            if to.type != device:
+                raise MeshError(
+                    f"move {type(module).__name__} to {to}",
+                    f"the tpcompile backend has sharded it over {device} devices",
+                    "move the model before its first compiled call",
+                )
+    type(module)._apply(module, function, recurse)
+    registry = module._parameters
+    assert isinstance(registry, Registry)
+    for key, shard in registry.shards.items():
+        whole = registry.traced(key)
+        assert whole is not None
+        if whole.dtype != shard.dtype:
+            whole.data = weightless(whole, shard.dtype)
+    return module
+
+
+def read_outside(model: nn.Module) -> list[str]:
+    """Names of sharded parameters that Python code has read whole, beside the graphs."""
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module._parameters, Registry):
+            found += [f"{path}.{key}" if path else key for key in sorted(module._parameters.read)]
+    return found
 
 
 def traced_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -24,6 +24,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "apply_function",
+    "call_module",
     "checkpoint_hook",
     "compiler_for",
     "dtensor_as",
@@ -35,6 +36,7 @@ __all__ = [
     "is_batched",
     "is_dynamo_compiling",
     "pytree",
+    "replace_call",
     "same_storage",
     "set_checkpoint_hook",
     "set_function_apply",
@@ -129,6 +131,21 @@ def error_through_dynamo(error: Exception) -> Exception:
     new = both.__new__(both, *error.args)
     new.__dict__.update(vars(error), first_useful_frame=None)
     return new
+
+
+def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What calling a module does, whatever `replace_call` has put in its place."""
+    return module._call_impl(*args, **kwargs)
+
+
+def replace_call(module: Any, call: Any) -> None:
+    """Let a module's calls go to `call`, where Module.compile has put nothing yet.
+
+    A class of its own, or a wrapper, would be part of what Dynamo traces; this is not, and is no
+    part of copies.
+    """
+    if module._compiled_call_impl is None:
+        module.__dict__["_compiled_call_impl"] = call
 
 
 def graph_end(gm: Any) -> tuple[bool, str, Any]:
