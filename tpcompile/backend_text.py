@@ -23,6 +23,8 @@ class PieceText:
     """Of the user, where it ends."""
     planned: Program | None
     """None where it reads no parameter, and runs as it is."""
+    whole: str
+    """Why it runs whole in spite of its parameters, or ""."""
     variants: int
     """How often it was planned and compiled: once more for other trained parameters."""
 
@@ -43,7 +45,9 @@ class PieceText:
         yield f"graph {self.number} {end}"
         if self.broke:
             yield from (f"  {line}" for line in self.reason.strip().splitlines() if line.strip())
-        if self.explanation is None:
+        if self.whole:
+            yield f"  runs whole: {self.whole}"
+        elif self.explanation is None:
             yield "  reads no parameter: runs whole on every rank"
         else:
             yield ""

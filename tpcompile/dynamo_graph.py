@@ -7,22 +7,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.traceback import preserve_node_meta
 
-from tpcompile.autocast import explicit_casts
-from tpcompile.capture_program import where_of
-from tpcompile.custom_function import elementwise_op
-from tpcompile.errors import CaptureError
+from tpcompile.dynamo_trace import set_locations, trace
+from tpcompile.inline_modes import inline_modes
 from tpcompile.program import Leaf, Program
-from tpcompile.program_edit import arguments, call
-from tpcompile.quiet import quiet
+from tpcompile.program_edit import arguments
 from tpcompile.size_check import python_text
 from tpcompile.torch_private import (
-    HigherOrderOperator,
-    enter_autocast_call,
-    exit_autocast_call,
-    set_grad_enabled_call,
     shape_guards,
     sym_expr,
 )
@@ -68,11 +59,11 @@ def lower(
     given = gm.graph.find_nodes(op="placeholder")
     values = [node.meta["example_value"] for node in given]
     mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
-    traced = _trace(gm, values, mode)
+    traced = trace(gm, values, mode)
     graph = traced.graph
     program = Program(graph, {})
     program.extra["fake_mode"] = mode
-    _set_locations(graph, paths)
+    set_locations(graph, paths)
     places = dict(zip(graph.find_nodes(op="placeholder"), range(len(given)), strict=True))
     for node, value in zip(places, values, strict=True):
         if isinstance(value, Tensor):
@@ -80,7 +71,7 @@ def lower(
                 node.meta["val"] = value.detach().requires_grad_(value.requires_grad)
     _name_leaves(program, traced, places, given, names)
     carriers = _carry_sizes(program, places)
-    _inline_modes(program, autocast)
+    inline_modes(program, autocast)
     _remove_unread(program)
     ends = Ends(
         {n.name: i for n, i in places.items() if n.name in program.leaves},
@@ -89,95 +80,6 @@ def lower(
     )
     _set_symbols(program)
     return program, ends
-
-
-class _Lowering(fx.Interpreter):
-    """Runs Dynamo's graph on its fake values; what has no ATen form becomes something that has."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self.gm = gm
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.higher_order.tag_activation_checkpoint:
-            body, *inputs = args
-            return _Lowering(body).run(*inputs)
-        if target is torch.ops.higher_order.autograd_function_apply:
-            return _custom_function(args)
-        if isinstance(target, HigherOrderOperator):
-            raise CaptureError(
-                f"shard a graph that calls {target}.",
-                "it runs a Python function as one op",
-                "write it with plain torch ops.",
-            )
-        return super().call_function(target, args, kwargs)
-
-    def call_method(self, target: str, args: Any, kwargs: Any) -> Any:
-        value = super().call_method(target, args, kwargs)
-        # A float of the model that Dynamo made an input: a number to us, with a guard on it.
-        return float(value) if isinstance(value, torch.SymFloat) else value
-
-
-def _trace(gm: fx.GraphModule, values: Sequence[Any], mode: Any) -> fx.GraphModule:
-    with mode, torch.enable_grad(), preserve_node_meta(), quiet():
-        return make_fx(_Lowering(gm).run, tracing_mode="real", pre_dispatch=True)(*values)
-
-
-def _custom_function(args: tuple[Any, ...]) -> Any:
-    """A custom autograd function of the user: tracing it would lose its backward."""
-    forward, backward, *inputs = args
-    places = forward.graph.find_nodes(op="placeholder")
-    given = [x if _is_read(n, x) else None for n, x in zip(places, inputs, strict=True)]
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *xs: Any) -> Any:
-            output, ctx.saved = fx.Interpreter(forward).run(*xs)
-            return output[0] if isinstance(output, (tuple, list)) and len(output) == 1 else output
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return fx.Interpreter(backward).run(*grads, *ctx.saved)
-
-    sizes = any(isinstance(x, torch.SymInt) for x in given)
-    found = None if sizes else elementwise_op(Function, given)
-    if found is None:
-        raise CaptureError(
-            "shard a graph with a custom autograd function.",
-            f"{where_of(_trace_text(forward)) or 'the model'}: its backward would be lost, as it "
-            "does not map elements to elements.",
-            "write it with plain torch ops, or as a torch.library.custom_op with its own backward.",
-        )
-    output = found([x for x in given if isinstance(x, Tensor)])
-    body = arguments(next(iter(reversed(forward.graph.nodes))))[0][0]
-    return (output,) if isinstance(body, (tuple, list)) else output
-
-
-def _is_read(node: fx.Node, value: Any) -> bool:
-    """Whether a custom function reads an argument; not where it only keeps a size."""
-    return any(isinstance(value, Tensor) or user.op != "output" for user in node.users)
-
-
-def _trace_text(gm: fx.GraphModule) -> str:
-    return next(filter(None, (n.meta.get("stack_trace") for n in gm.graph.nodes)), "")
-
-
-def _set_locations(graph: fx.Graph, paths: Mapping[int, str]) -> None:
-    """Reduce each node's meta to what a Program has."""
-    for node in graph.nodes:
-        modules, calls = [], []
-        for key in node.meta.get("nn_module_stack") or {}:
-            number, _, again = key.partition("@")
-            path = paths.get(int(number)) if number.isdecimal() else None
-            if path is not None:
-                modules.append(path)
-                calls.append(int(again or 0))
-        where = where_of(node.meta.get("stack_trace") or "")
-        meta = {"modules": tuple(modules), "calls": tuple(calls), "where": where}
-        meta["path"] = modules[-1] if modules else ""
-        if "val" in node.meta:
-            meta["val"] = node.meta["val"]
-        node.meta = meta
 
 
 def _name_leaves(
@@ -257,48 +159,6 @@ def _dims_of(node: fx.Node, expr: Any) -> list[int]:
         return []
     shape = node.meta["val"].shape
     return [d for d, n in enumerate(shape) if isinstance(n, torch.SymInt) and sym_expr(n) == expr]
-
-
-def _inline_modes(program: Program, autocast: tuple[str, torch.dtype] | None) -> None:
-    """Make no_grad and autocast of the ops themselves: detached operands, and casts."""
-    grad, stack, detached, casts = True, [autocast], {}, {}
-    graph = program.graph
-    for node in list(program.calls()):
-        if node.target is set_grad_enabled_call:
-            grad = bool(arguments(node)[0])
-        elif node.target is enter_autocast_call:
-            kind, dtype, enabled, *_ = arguments(node)
-            dtype = dtype or torch.get_autocast_dtype(kind)
-            stack.append((kind, dtype) if enabled else None)
-        elif node.target is exit_autocast_call:
-            stack.pop()
-        else:
-            if not grad:
-                node.args, node.kwargs = fx.map_arg(
-                    (node.args, node.kwargs), lambda n, to=node: _detach(program, n, to, detached)
-                )
-                detached[node] = node
-            if stack[-1] is not None and isinstance(node.meta.get("val"), (Tensor, tuple, list)):
-                node.args, node.kwargs = explicit_casts(
-                    program, node, node, arguments(node), node.kwargs, stack[-1], casts
-                )
-    for node in reversed(list(program.calls())):
-        if node.target in (set_grad_enabled_call, enter_autocast_call, exit_autocast_call):
-            graph.erase_node(node)
-
-
-def _detach(program: Program, n: fx.Node, before: fx.Node, known: dict[Any, fx.Node]) -> fx.Node:
-    val = n.meta.get("val")
-    leaf = program.leaves.get(n.name)
-    if (
-        not isinstance(val, Tensor)
-        or not (val.is_floating_point() or val.is_complex())
-        or (leaf is not None and leaf.kind in ("buffer", "constant"))
-    ):
-        return n
-    if n not in known:
-        known[n] = call(program, before, aten.detach.default, (n,), {}, before)
-    return known[n]
 
 
 def _remove_unread(program: Program) -> None:

@@ -119,7 +119,7 @@ class Home:
         Graphs of autograd may hold the whole ones, so these are replaced, and hand gradients on.
         """
         left = {n: p for n, p in self.traced().items() if n not in self.layouts}
-        if not left or not self.layouts:
+        if not left:
             return
         layouts = {n: _even(tuple(p.shape), self.mesh.size()) for n, p in left.items()}
         with torch.inference_mode(False):

@@ -104,6 +104,24 @@ def runnable(
     )
 
 
+def run_whole(gm: fx.GraphModule, parameters: Mapping[int, tuple[nn.Module, str]]) -> Compiled:
+    """Dynamo's graph as it is, on whole parameters.
+
+    Args:
+        gm: The graph.
+        parameters: Argument -> (module, attribute), for those that are parameters.
+    """
+
+    def run(*args: Any) -> Any:
+        given = list(args)
+        for i, (module, attr) in parameters.items():
+            held = module._parameters
+            given[i] = held.whole(attr) if isinstance(held, Registry) else held[attr]
+        return gm.forward(*given)
+
+    return run
+
+
 def _from_place(place: Place, rank: int) -> Callable[[tuple[Any, ...]], Tensor]:
     return lambda args: place.read(rank)
 

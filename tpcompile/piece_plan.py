@@ -1,5 +1,6 @@
 """How one graph of Dynamo's becomes what runs in its place."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +13,15 @@ from tpcompile import pipeline
 from tpcompile.agreement import agree, digest, draws_random, meet, tensor_digest
 from tpcompile.backend_text import PieceText
 from tpcompile.clone import clone
-from tpcompile.dynamo_graph import Ends, lower
-from tpcompile.errors import InputError, TpcompileError
+from tpcompile.dynamo_graph import lower
+from tpcompile.errors import CaptureError, InputError, ShardingError, TpcompileError
 from tpcompile.home import Home, owner_of
-from tpcompile.piece import Compiled, Place, Runnable, runnable
+from tpcompile.piece import Compiled, Place, Runnable, run_whole, runnable
 from tpcompile.pins import PlanLike, pins_from_layouts, pins_from_plan
 from tpcompile.planning import block_paths, check_rules
 from tpcompile.problem import Pin
-from tpcompile.program import Program
+from tpcompile.program import Leaf, Program
+from tpcompile.program_edit import arguments
 from tpcompile.size_check import python_text
 from tpcompile.torch_private import compiler_for, graph_end
 
@@ -65,57 +67,90 @@ class Shared:
         return torch.compile(gm, backend=self.inner, fullgraph=True, dynamic=dynamic)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks agree on for a graph."""
+
+    program: Any
+    """The planned Program."""
+    normal: Any
+    """The same before it was planned."""
+    ends: Any
+    """Its Ends."""
+    whole: str = ""
+    """Why the graph has to run whole instead."""
+
+
 class Piece:
     """One graph of Dynamo's, and its variants: one for every choice of what is trained."""
 
     def __init__(self, shared: Shared, number: int, gm: fx.GraphModule, inputs: list[Any]) -> None:
         self.shared, self.number, self.end = shared, number, graph_end(gm)
         self.planned: Program | None = None
+        self.whole = ""
+        self.variants: dict[tuple[bool, ...], Runnable] = {}
         parameters = [t for t in inputs if isinstance(t, nn.Parameter)]
         if not parameters:
             self.run: Compiled = compiler_for(shared.inner)(gm, inputs)
             return
         self.home: Home = shared.home_of(parameters)
         self.asked = f"compile graph {self.number} of {type(self.home.model).__name__}"
-        self.variants: dict[tuple[bool, ...], Runnable] = {}
         with torch.inference_mode(False):
-            self._first(gm, inputs)
-        self.run = self._run
+            self.run = self._first(gm, inputs)
 
-    def _first(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
+    def _first(self, gm: fx.GraphModule, inputs: list[Any]) -> Compiled:
         """Plan with all ranks, place what is new, and compile."""
-
-        def decide() -> tuple[Program, Program, Ends]:
-            leaves = self.home.leaves()
-            names = {i: leaves[id(t)] for i, t in enumerate(inputs) if id(t) in leaves}
-            kind = self.shared.mesh.device_type
-            autocast = (
-                (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        leaves = self.home.leaves()
+        names = {i: leaves[id(t)] for i, t in enumerate(inputs) if id(t) in leaves}
+        group = self.shared.mesh.get_group()
+        meet(group, self.asked, _kinds(inputs))
+        made = agree(
+            self.asked,
+            lambda: self._decide(gm, names),
+            lambda made: self._prints(made, inputs),
+            lambda made: [made.program] if made.program else [],
+            group,
+        )
+        self.shared.home = self.home
+        if made.whole:
+            self.whole = made.whole
+            warnings.warn(
+                f"tpcompile cannot split a graph, and runs it whole: {made.whole}", stacklevel=2
             )
+            self.home.place({})
+            own = {i: n.name for i, n in names.items() if n.kind == "parameter"}
+            return run_whole(gm, {i: self.home.source(name) for i, name in own.items()})
+        self.normal, self.ends, self.planned = made.normal, made.ends, clone(made.program)
+        self._localize(made.program)
+        layouts = made.program.extra["layouts"]
+        self.home.place(layouts)
+        self.names = list(layouts)
+        self._keep(made.program)
+        return self._run
+
+    def _decide(self, gm: fx.GraphModule, names: dict[int, Leaf]) -> Decision:
+        kind = self.shared.mesh.device_type
+        on = torch.is_autocast_enabled(kind)
+        autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
+        try:
             program, ends = lower(gm, names, self.home.paths(), autocast)
             program.extra["model"] = type(self.home.model).__name__
             program.extra["capture_seconds"] = 0.0
             program.extra["block_paths"] = block_paths(self.home.model)
             pipeline.run(program, pipeline.NORMALIZE)
-            normal = clone(program)
-            return self._plan(program), normal, ends
-
-        group = self.shared.mesh.get_group()
-        meet(group, self.asked, _kinds(inputs))
-        program, self.normal, self.ends = agree(
-            self.asked,
-            decide,
-            lambda made: self._prints(made[0], made[2], inputs),
-            lambda made: made[:1],
-            group,
-        )
-        self.planned = clone(program)
-        self._localize(program)
-        layouts = program.extra["layouts"]
-        self.home.place(layouts)
-        self.shared.home = self.home
-        self.names = list(layouts)
-        self._keep(program)
+            _check_updates(program)
+        except CaptureError as error:
+            if self.shared.strict:
+                raise
+            return Decision(None, None, None, f"{error.asked} {error.found}")
+        normal = clone(program)
+        try:
+            return Decision(self._plan(program), normal, ends)
+        except ShardingError as error:
+            if not self.home.pinned() or self.shared.strict:
+                raise
+            self._plan(clone(normal), pinned=False)  # raises where plan= is the reason
+            return Decision(None, None, None, error.found)
 
     def _run(self, *args: Any) -> tuple[Any, ...]:
         self.home.settle()
@@ -131,22 +166,13 @@ class Piece:
     def _for_trained(self) -> Runnable:
         """A variant for parameters that are frozen, or trained, since the graph was traced."""
         flags = dict(zip(self.names, self._flags(), strict=True))
-
-        def decide() -> Program:
-            program = clone(self.normal)
-            for node in program.placeholders("parameter"):
-                val = node.meta["val"]
-                node.meta["val"] = val.detach().requires_grad_(
-                    flags[program.leaves[node.name].name]
-                )
-            return self._plan(program)
-
         group = self.shared.mesh.get_group()
         with torch.inference_mode(False):
             meet(group, self.asked, f"trained: {[n for n, on in flags.items() if on]}")
             program = agree(
                 self.asked,
-                lambda: self._plan(clone(self.normal)),
+                # Dynamo's guards are made: they cannot check sizes that sequences are split by.
+                lambda: self._plan(clone(self.normal), sequence_parallel=False),
                 lambda p: {"plan": f";{digest(p)}"},
                 lambda p: [p],
                 group,
@@ -154,18 +180,18 @@ class Piece:
             self._localize(program)
             return self._keep(program)
 
-    def _plan(self, program: Program) -> Program:
+    def _plan(self, program: Program, pinned: bool = True, **changed: Any) -> Program:
         """Decide, with parameters that have a place where they are."""
         shared, placed = self.shared, self.home.layouts
-        for node in program.placeholders("parameter"):
-            name = program.leaves[node.name].name
-            if name in placed:  # Dynamo does not see what is trained of shards
-                trained = Place(*self.home.source(name), placed[name]).parameter().requires_grad
-                node.meta["val"] = node.meta["val"].detach().requires_grad_(trained)
-        read = {program.leaves[n.name].name for n in program.placeholders("parameter")}
+        read = {program.leaves[n.name].name: n for n in program.placeholders("parameter")}
+        for name in read.keys() & placed.keys():  # Dynamo does not see what is trained of shards
+            trained = Place(*self.home.source(name), placed[name]).parameter().requires_grad
+            val = read[name].meta["val"]
+            read[name].meta["val"] = val.detach().requires_grad_(trained)
         pins = {name: pin for name, pin in shared.pins.items() if name in read}
-        pins |= pins_from_layouts({n: o for n, o in self.home.pinned().items() if n in read})
-        pipeline.plan(program, shared.mesh.size(), pins=pins, **shared.options)
+        if pinned:
+            pins |= pins_from_layouts({n: o for n, o in self.home.pinned().items() if n in read})
+        pipeline.plan(program, shared.mesh.size(), pins=pins, **{**shared.options, **changed})
         check_rules(program, strict=shared.strict)
         return program
 
@@ -184,15 +210,18 @@ class Piece:
         )
         return self.variants.setdefault(self._flags(), made)
 
-    def _prints(self, program: Program, ends: Ends, inputs: list[Any]) -> dict[str, str]:
+    def _prints(self, made: Decision, inputs: list[Any]) -> dict[str, str]:
         """What must be equal on all ranks; of values only those not seen before."""
         found = {"mode": f";{[module.training for module in self.home.model.modules()]}"}
+        if made.whole:
+            return {**found, "reason": f";{made.whole}"}
+        program = made.program
         read = {program.leaves[n.name].name for n in program.placeholders("parameter")}
         for name, parameter in self.home.traced().items():
             if name in read - self.home.layouts.keys():
                 found[f"parameter {name}"] = tensor_digest(parameter)
         if self.number == 0:
-            for name, i in ends.arguments.items():
+            for name, i in made.ends.arguments.items():
                 if program.leaves[name].kind == "input":
                     found[f"input {program.leaves[name].name}"] = tensor_digest(inputs[i])
         if draws_random(program):
@@ -201,12 +230,26 @@ class Piece:
 
     def text(self) -> PieceText:
         """For `explain`."""
-        return PieceText(self.number, *self.end, self.planned, len(getattr(self, "variants", ())))
+        return PieceText(self.number, *self.end, self.planned, self.whole, len(self.variants))
 
 
 def _kinds(inputs: list[Any]) -> str:
     tensors = (t for t in inputs if isinstance(t, Tensor))
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+def _check_updates(program: Program) -> None:
+    """Refuse writes that the caller could not be given: into parameters, or with a gradient."""
+    flat = arguments(program.output())[0]
+    for name, new in zip(program.updates, flat[program.n_outputs :], strict=True):
+        leaf = program.leaves[name]
+        traced = leaf.kind == "input" and new.target is torch.ops.aten.detach.default
+        if leaf.kind == "parameter" or traced:
+            raise CaptureError(
+                f"shard a graph that writes to {leaf.name}",
+                "it is a parameter" if leaf.kind == "parameter" else "a gradient flows into it",
+                "compute a new tensor instead",
+            )
 
 
 def _check_sizes(program: Program, degree: int) -> None:

@@ -43,6 +43,14 @@ class Registry(dict[str, nn.Parameter | None]):
         """Let Dynamo see another parameter."""
         dict.__setitem__(self, key, value)
 
+    def whole(self, key: str) -> Any:
+        """The whole tensor, to compute with outside of graphs; all ranks take part."""
+        shard = self.shards.get(key)
+        if shard is None:
+            return dict.__getitem__(self, key)
+        self.read.add(key)
+        return _read_whole(shard, self.layouts()[key])
+
     def traced(self, key: str) -> nn.Parameter | None:
         """The parameter as Dynamo sees it."""
         return dict.__getitem__(self, key)
@@ -128,10 +136,7 @@ def _shown(registry: Registry, key: str, computes: bool) -> Any:
     shard = registry.shards.get(key)
     if shard is None or is_dynamo_compiling():
         return value
-    if not computes:
-        return shard
-    registry.read.add(key)
-    return _read_whole(shard, registry.layouts()[key])
+    return registry.whole(key) if computes else shard
 
 
 def _refuse(what: str) -> NoReturn:
@@ -152,6 +157,7 @@ def install_registries(model: nn.Module, device: str, before: Callable[[], None]
         before: Is called before each call of the model itself.
     """
     skip_frames(Registry.__getitem__, _shown, is_dynamo_compiling, call_module, _call, _apply)
+    skip_frames(Registry.whole)
     for module in model.modules():
         if not isinstance(module._parameters, Registry):
             if module._parameters:
