@@ -24,6 +24,25 @@ from tpcompile.refusals import check_memory
 from tpcompile.registry import Registry, install_registries, traced_parameters, weightless
 from tpcompile.storage import ParamLayout
 
+_HOME = "_tpcompile_home"
+"""Attribute of a model that the backend has sharded."""
+
+
+def home_for(model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None) -> "Home":
+    """The home of a model: one, however often the model is compiled on the same ranks.
+
+    Raises:
+        TpcompileError: See `Home`, or the model is sharded over other ranks.
+    """
+    home = model.__dict__.get(_HOME)
+    if home is not None and home.mesh != mesh:
+        raise MeshError(
+            f"compile {type(model).__name__} with the tpcompile backend on {mesh}",
+            f"it is sharded over {home.mesh} already",
+            "use the same mesh, or load full_state_dict into a new model",
+        )
+    return home or Home(model, mesh, optimizer)
+
 
 class Home:
     """One model, and how its parameters are placed so far."""
@@ -83,6 +102,7 @@ class Home:
 
     def place(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Shard what has no place yet, free the whole parameters, note what has to move."""
+        self.model.__dict__[_HOME] = self
         park = torch.compiler.disable(self.park)  # it runs between compiled frames
         install_registries(self.model, self.mesh.device_type, park)
         old = {n: p for n, p in self.traced().items() if n in layouts.keys() - self.layouts.keys()}

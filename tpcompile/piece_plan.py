@@ -15,7 +15,7 @@ from tpcompile.backend_text import PieceText
 from tpcompile.clone import clone
 from tpcompile.dynamo_graph import lower
 from tpcompile.errors import CaptureError, InputError, ShardingError, TpcompileError
-from tpcompile.home import Home, owner_of
+from tpcompile.home import Home, home_for, owner_of
 from tpcompile.piece import Compiled, Place, Runnable, run_whole, runnable
 from tpcompile.pins import PlanLike, pins_from_layouts, pins_from_plan
 from tpcompile.planning import block_paths, check_rules
@@ -43,7 +43,7 @@ class Shared:
 
     def home_for(self, model: nn.Module) -> Home:
         """The model as a home, after everything that can be wrong with it."""
-        home = Home(model, self.mesh, self.optimizer)
+        home = home_for(model, self.mesh, self.optimizer)
         self.pins = pins_from_plan(model, self.plan)
         return home
 

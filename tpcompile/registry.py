@@ -187,14 +187,16 @@ def _apply(
 ) -> nn.Module:
     """`nn.Module._apply`, which `to`, `half` and others call; Dynamo sees a new dtype too."""
     for parameter in module._parameters.values():
-        if parameter is not None:
-            to = function(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device
-            if to.type != device:
-                raise MeshError(
-                    f"move {type(module).__name__} to {to}",
-                    f"the tpcompile backend has sharded it over {device} devices",
-                    "move the model before its first compiled call",
-                )
+        if parameter is None:
+            continue
+        probe = function(torch.empty(1, dtype=parameter.dtype, device=parameter.device))
+        if probe.device.type != device or (device == "cpu" and probe.is_shared()):
+            what = f"to {probe.device}" if probe.device.type != device else "into shared memory"
+            raise MeshError(
+                f"move {type(module).__name__} {what}",
+                f"the tpcompile backend has sharded it over {device} devices",
+                "move the model before its first compiled call",
+            )
     type(module)._apply(module, function, recurse)
     registry = module._parameters
     assert isinstance(registry, Registry)
