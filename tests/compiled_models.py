@@ -127,9 +127,9 @@ def small(call: str) -> models.Example:
     return models.Example(models.scrambled(Small(call)), {"x": x}, single=call == "autocast")
 
 
-def hf(name: str) -> models.Example:
+def hf(name: str, **config: Any) -> models.Example:
     """A small Hugging Face model of `models` with labels, in training."""
-    example = getattr(models, name)()
+    example = getattr(models, name)(**config)
     return models.Example(example.model.train(), example.inputs, single=True)
 
 

@@ -234,7 +234,7 @@ class Piece:
 
 
 def _kinds(inputs: list[Any]) -> str:
-    tensors = (t for t in inputs if isinstance(t, Tensor))
+    tensors = (t for t in inputs if isinstance(t, Tensor) and not isinstance(t, nn.Parameter))
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
