@@ -71,6 +71,12 @@ class Small(nn.Module):
         torch._dynamo.graph_break()
         return y[:, : n // 2] * n
 
+    def sizes(self, x: Tensor) -> Tensor:
+        """A graph that reads a size of which it has no tensor, and one that gives a size."""
+        n, y = 2 * x.shape[1], self.up(x).relu().sum(1)
+        torch._dynamo.graph_break()
+        return self.down(y) * n
+
     def python(self, x: Tensor) -> Tensor:
         """A layer that Dynamo may not see, between two that it does."""
         return self.down(self.up(torch.compiler.disable(self.plain)(x)).relu())
@@ -112,7 +118,7 @@ class Small(nn.Module):
 
     def structure(self, x: Tensor) -> dict[str, Any]:
         """An input, a number and None beside the result."""
-        return {"y": self.mlp(x), "x": x, "n": x.shape[1], "none": None}
+        return {"y": self.mlp(x), "x": x, "n": 2 * x.shape[1], "none": None}
 
     def later(self, x: Tensor) -> Tensor:
         """In evaluation it reads what nothing reads in training."""

@@ -16,7 +16,7 @@ import tpcompile
 
 SLOW = pytest.mark.slow
 SMALL = [
-    *("breaks", "python", "elementwise", "later"),
+    *("breaks", "sizes", "python", "elementwise", "later"),
     *(
         pytest.param(name, marks=SLOW)
         for name in (
@@ -48,7 +48,7 @@ def check_trains(name, options, lengths=(8, 8, 6, 10)):
     return graphs
 
 
-GRAPHS = {"breaks": (6, 4)}
+GRAPHS = {"breaks": (6, 4), "sizes": (4, 2)}
 """(graphs, those that end in a break), where not (2, 0): once for length 8, once for others."""
 
 
@@ -159,6 +159,39 @@ def test_twenty_lengths_take_few_graphs(ranks, sequence_parallel, graphs):
     """One for the first, one for all others; one more for those that the degree divides."""
     named = not sequence_parallel
     assert ranks(check_lengths, 2, sequence_parallel, named) == [graphs] * 2
+
+
+def check_dynamic():
+    """Graphs of a model that is compiled for all sizes at once, in two dims."""
+    example = cm.small("mlp")
+    pair = cm.Pair.of(example)
+    pair.call = torch.compile(pair.model, backend=pair.backend, dynamic=True)
+    generator = torch.Generator().manual_seed(2)
+    for batch, length in ((2, 8), (3, 6), (5, 7)):
+        x = torch.randn(batch, length, 8, dtype=torch.float64, generator=generator)
+        pair.step({"x": x})
+    return pair.backend.captures
+
+
+def test_dynamic_from_the_start(ranks):
+    """One graph."""
+    assert ranks(check_dynamic, 2) == [1, 1]
+
+
+def check_two_models():
+    """Two models that one backend compiles."""
+    backend = tpcompile.backend(cm.mesh(), inner="eager")
+    for _ in range(2):
+        example = cm.small("mlp")
+        pair = cm.Pair.of(example)
+        pair.call = torch.compile(pair.model, backend=backend)
+        pair.step(example.inputs)
+    return len(list(backend.parameters()))
+
+
+def test_one_backend_for_two_models(ranks):
+    """Each has its own parameters; the backend gives those of both."""
+    assert ranks(check_two_models, 2) == [20, 20]
 
 
 def check_memory(given):

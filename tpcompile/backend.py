@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from tpcompile.torch_private import error_through_dynamo
 class Backend:
     """What `tpcompile.backend` makes; one model is sharded by one of these."""
 
-    def __init__(self, shared: Shared, model: nn.Module | None) -> None:
-        """`model` is what will be compiled; None: found by the parameters of its graphs."""
+    def __init__(self, shared: Shared) -> None:
+        """`tpcompile.backend` checks what a user passes."""
         self.shared = shared
         self.pieces: list[Piece] = []
-        if model is not None:
-            shared.home = shared.home_for(model)
+        if shared.model is not None:
+            shared.homes.append(shared.add(shared.model))
         watch_optimizers()
 
     @property
@@ -39,8 +40,7 @@ class Backend:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the model: shards of what is sharded."""
-        home = self.shared.home
-        return iter(()) if home is None else home.model.named_parameters()
+        return chain.from_iterable(home.model.named_parameters() for home in self.shared.homes)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's parameters, for an optimizer: shards of what is sharded."""
@@ -110,7 +110,7 @@ def backend(
         "sequence_parallel": sequence_parallel_for(sequence_parallel, plan),
         "hardware": hardware_for(hardware, mesh.device_type),
     }
-    return Backend(Shared(submesh, inner, options, plan, strict, optimizer), model)
+    return Backend(Shared(submesh, inner, options, plan, strict, optimizer, model))
 
 
 _NAMED: list[tuple[Any, Backend]] = []

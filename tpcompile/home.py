@@ -19,6 +19,7 @@ from tpcompile.parameters import (
     sharded_for,
     slots,
 )
+from tpcompile.problem import Pin
 from tpcompile.program import Leaf
 from tpcompile.refusals import check_memory
 from tpcompile.registry import Registry, install_registries, traced_parameters, weightless
@@ -74,12 +75,15 @@ class Home:
         if optimizer is not None:
             check_optimizer(optimizer)
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
+        self.pins: dict[str, Pin] = {}
+        """What a user asks of parameters."""
         self.layouts: dict[str, ParamLayout] = {}
         """Of what is placed, by the first name of each."""
         self.parked: set[str] = set()
         """What is placed although no graph has read it."""
         self.moving: dict[str, ParamLayout] = {}
         """Where graphs want what was parked."""
+        self._complete = False
 
     def leaves(self) -> dict[int, Leaf]:
         """Id of each tensor, as Dynamo sees it -> what it is."""
@@ -138,9 +142,9 @@ class Home:
 
         Graphs of autograd may hold the whole ones, so these are replaced, and hand gradients on.
         """
-        left = {n: p for n, p in self.traced().items() if n not in self.layouts}
-        if not left:
+        if self._complete:
             return
+        left = {n: p for n, p in self.traced().items() if n not in self.layouts}
         layouts = {n: _even(tuple(p.shape), self.mesh.size()) for n, p in left.items()}
         with torch.inference_mode(False):
             place_parameters(self.model, layouts, self.mesh, self._moved)
@@ -155,6 +159,7 @@ class Home:
                     _hand_on_gradients(old)
         self.layouts |= layouts
         self.parked |= layouts.keys()
+        self._complete = True
 
     def source(self, name: str) -> tuple[nn.Module, str]:
         """The module that holds a parameter, and its attribute."""

@@ -19,7 +19,6 @@ from tpcompile.home import Home, home_for, owner_of
 from tpcompile.piece import Compiled, Place, Runnable, run_whole, runnable
 from tpcompile.pins import PlanLike, pins_from_layouts, pins_from_plan
 from tpcompile.planning import block_paths, check_rules
-from tpcompile.problem import Pin
 from tpcompile.program import Leaf, Program
 from tpcompile.program_edit import arguments
 from tpcompile.size_check import python_text
@@ -38,27 +37,30 @@ class Shared:
     plan: PlanLike
     strict: bool
     optimizer: torch.optim.Optimizer | None
-    home: Home | None = None
-    pins: dict[str, Pin] = field(default_factory=dict)
+    model: nn.Module | None
+    """The one that will be compiled; None: any, found by the parameters of graphs."""
+    homes: list[Home] = field(default_factory=list)
+    """Of the models whose graphs have come, or will come."""
 
-    def home_for(self, model: nn.Module) -> Home:
-        """The model as a home, after everything that can be wrong with it."""
+    def add(self, model: nn.Module) -> Home:
+        """The home of a model, after everything that can be wrong with it."""
         home = home_for(model, self.mesh, self.optimizer)
-        self.pins = pins_from_plan(model, self.plan)
+        home.pins = pins_from_plan(model, self.plan)
         return home
 
     def home_of(self, parameters: list[nn.Parameter]) -> Home:
         """The model that holds the parameters of a graph."""
-        if self.home is None:
-            return self.home_for(owner_of(parameters))
-        known = set(map(id, self.home.traced().values()))
-        if not known.issuperset(map(id, parameters)):
+        wanted = set(map(id, parameters))
+        for home in self.homes:
+            if wanted <= set(map(id, home.traced().values())):
+                return home
+        if self.model is not None:
             raise InputError(
-                f"shard a graph of {type(self.home.model).__name__}",
+                f"shard a graph of {type(self.model).__name__}",
                 "it reads parameters that are not of this model",
                 "make a backend of its own for every model: tpcompile.backend(mesh, model=model)",
             )
-        return self.home
+        return self.add(owner_of(parameters))
 
     def compile_graph(self, gm: fx.GraphModule, dynamic: bool) -> Compiled:
         """A local graph, compiled at its first call."""
@@ -111,7 +113,8 @@ class Piece:
             lambda made: [made.program] if made.program else [],
             group,
         )
-        self.shared.home = self.home
+        if self.home not in self.shared.homes:
+            self.shared.homes.append(self.home)
         if made.whole:
             self.whole = made.whole
             warnings.warn(
@@ -188,7 +191,7 @@ class Piece:
             trained = Place(*self.home.source(name), placed[name]).parameter().requires_grad
             val = read[name].meta["val"]
             read[name].meta["val"] = val.detach().requires_grad_(trained)
-        pins = {name: pin for name, pin in shared.pins.items() if name in read}
+        pins = {name: pin for name, pin in self.home.pins.items() if name in read}
         if pinned:
             pins |= pins_from_layouts({n: o for n, o in self.home.pinned().items() if n in read})
         pipeline.plan(program, shared.mesh.size(), pins=pins, **{**shared.options, **changed})
