@@ -13,10 +13,7 @@ from tpcompile.inline_modes import inline_modes
 from tpcompile.program import Leaf, Program
 from tpcompile.program_edit import arguments
 from tpcompile.size_check import python_text
-from tpcompile.torch_private import (
-    shape_guards,
-    sym_expr,
-)
+from tpcompile.torch_private import FakeTensor, shape_guards, sym_expr
 
 aten = torch.ops.aten
 Names = Mapping[int, Leaf]
@@ -58,7 +55,7 @@ def lower(
     """
     given = gm.graph.find_nodes(op="placeholder")
     values = [node.meta["example_value"] for node in given]
-    mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
+    mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
     traced = trace(gm, values, mode)
     graph = traced.graph
     program = Program(graph, {})

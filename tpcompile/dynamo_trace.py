@@ -37,7 +37,7 @@ class _Lowering(fx.Interpreter):
             )
         return super().call_function(target, args, kwargs)
 
-    def call_method(self, target: str, args: Any, kwargs: Any) -> Any:
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().call_method(target, args, kwargs)
         # A float of the model that Dynamo made an input: a number to us, with a guard on it.
         return float(value) if isinstance(value, torch.SymFloat) else value

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ class Home:
     def place(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Shard what has no place yet, free the whole parameters, note what has to move."""
         self.model.__dict__[_HOME] = self
-        park = torch.compiler.disable(self.park)  # it runs between compiled frames
+        park: Any = torch.compiler.disable(self.park)  # it runs between compiled frames
         install_registries(self.model, self.mesh.device_type, park)
         old = {n: p for n, p in self.traced().items() if n in layouts.keys() - self.layouts.keys()}
         place_parameters(self.model, {n: layouts[n] for n in old}, self.mesh, self._moved)

@@ -127,7 +127,7 @@ class Registry(dict[str, nn.Parameter | None]):
         _refuse("pickle")
 
 
-_read_whole = torch.compiler.disable(read_whole)  # it runs between compiled frames
+_read_whole: Any = torch.compiler.disable(read_whole)  # it runs between compiled frames
 
 
 def _shown(registry: Registry, key: str, computes: bool) -> Any:

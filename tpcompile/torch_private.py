@@ -8,6 +8,9 @@ import torch.utils.checkpoint
 from torch import _guards  # whether Dynamo compiles; imported by torch itself
 from torch._C import DisableTorchFunction  # documented, not exported
 from torch._C import _set_grad_enabled as set_grad_enabled_call  # what no_grad calls
+from torch._dynamo.backends.registry import lookup_backend  # a backend by its name
+from torch._dynamo.eval_frame import skip_code  # see skip_frames
+from torch._dynamo.exc import ShortenTraceback  # see error_through_dynamo
 from torch._ops import HigherOrderOperator, OpOverload  # types of call targets, public in docs only
 from torch._subclasses.fake_tensor import FakeTensor  # what tracing runs on
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast_call  # in graphs of Dynamo
@@ -115,19 +118,16 @@ def skip_frames(*functions: Any) -> None:
 
     `torch.compiler.disable` would break the graph of a caller.
     """
-    from torch._dynamo.eval_frame import skip_code  # costs seconds, so not with tpcompile
-
     for function in functions:
         skip_code(function.__code__)
 
 
 def error_through_dynamo(error: Exception) -> Exception:
     """The same error, of its class and of one that Dynamo lets pass: it wraps all others."""
-    from torch._dynamo.exc import ShortenTraceback  # see skip_frames
-
     kind = type(error)
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    both = type(kind.__name__, (kind, ShortenTraceback), own)
+    bases: tuple[Any, ...] = (kind, ShortenTraceback)
+    both = type(kind.__name__, bases, own)
     new = both.__new__(both, *error.args)
     new.__dict__.update(vars(error), first_useful_frame=None)
     return new
@@ -158,6 +158,4 @@ def graph_end(gm: Any) -> tuple[bool, str, Any]:
 
 def compiler_for(name: str) -> Any:
     """A registered backend as a function of a graph from Dynamo: it has no public twin."""
-    from torch._dynamo.backends.registry import lookup_backend
-
     return lookup_backend(name)
