@@ -68,7 +68,7 @@ def runnable(
     program: Program,
     ends: Ends,
     places: Mapping[str, Place],
-    compile_graph: Callable[[fx.GraphModule, bool], Compiled],
+    compile_graph: Callable[[fx.Graph, bool], Compiled],
     device: str,
 ) -> Runnable:
     """The runnable form of a localised program whose blocks have not been split off.
@@ -93,9 +93,8 @@ def runnable(
             reads.append(_carried(ends.carriers[node.name], device))
         else:
             reads.append(lambda args, i=ends.arguments[node.name]: args[i])
-    gm = fx.GraphModule(nn.Module(), program.graph, class_name="Local")
     return Runnable(
-        compile_graph(gm, bool(program.symbols)),
+        compile_graph(program.graph, bool(program.symbols)),
         tuple(reads),
         tuple(ends.arguments[name] for name in program.updates),
         ends,

@@ -62,11 +62,25 @@ class Shared:
             )
         return self.add(owner_of(parameters))
 
-    def compile_graph(self, gm: fx.GraphModule, dynamic: bool) -> Compiled:
-        """A local graph, compiled at its first call."""
-        if self.inner == "eager":
-            return gm.forward
-        return torch.compile(gm, backend=self.inner, fullgraph=True, dynamic=dynamic)
+    def compile_graph(self, graph: fx.Graph, dynamic: bool) -> Compiled:
+        """A local graph, compiled at its first call.
+
+        Not before: in a backend's call modules of graphs are lazy, and Dynamo skips their forward.
+        """
+        made: list[Compiled] = []
+
+        def run(*args: Any) -> Any:
+            if not made:
+                gm = fx.GraphModule(nn.Module(), graph, class_name="Local")
+                inner = self.inner
+                made.append(
+                    gm.forward
+                    if inner == "eager"
+                    else torch.compile(gm, backend=inner, fullgraph=True, dynamic=dynamic)
+                )
+            return made[0](*args)
+
+        return run
 
 
 @dataclass(frozen=True)
