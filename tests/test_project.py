@@ -31,7 +31,8 @@ WRITTEN = [
 INTERFACE = {"tpcompile", "tpcompile.__main__", "tpcompile.sharded_module"} | {
     f"tpcompile.{name}"
     for name in (
-        *("advice", "advise", "check_prediction", "cli", "degrees", "dispatch", "emit"),
+        *("advice", "advise", "backend", "backend_text", "check_prediction", "cli", "degrees"),
+        *("dispatch", "emit", "piece_plan"),
         *("exchange", "explain", "layout3d", "lint", "local_shapes", "micro_pipeline", "partial"),
         *("pins",),
         *(

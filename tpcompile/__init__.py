@@ -2,6 +2,7 @@
 
 from tpcompile.advice import Advice
 from tpcompile.advise import advise
+from tpcompile.backend import Backend, backend
 from tpcompile.calibrate import calibrate
 from tpcompile.check_rule import check_rule
 from tpcompile.errors import (
@@ -33,6 +34,7 @@ from tpcompile.verification import Report, verify
 
 __all__ = [
     "Advice",
+    "Backend",
     "CaptureError",
     "CheckpointError",
     "Explanation",
@@ -52,6 +54,7 @@ __all__ = [
     "TpcompileError",
     "UnsupportedOpError",
     "advise",
+    "backend",
     "blocks",
     "calibrate",
     "check_rule",

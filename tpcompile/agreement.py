@@ -130,7 +130,7 @@ def fingerprints(
     tensors, _, names = bind_inputs(model, args, kwargs)
     for name, tensor in zip(names, tensors, strict=True):
         found[f"example input {name}"] = tensor_digest(tensor)
-    if any(map(_draws_random, programs.values())):
+    if any(map(draws_random, programs.values())):
         # Dropout of a value that all ranks hold must drop the same of it.
         found["random seed"] = f"seed {torch.initial_seed()}"
     for path, program in programs.items():
@@ -138,7 +138,8 @@ def fingerprints(
     return found
 
 
-def _draws_random(program: Program) -> bool:
+def draws_random(program: Program) -> bool:
+    """Whether it drops values at random."""
     drops = program.calls(torch.ops.aten.dropout.default)
     return any(node.args[2] and node.args[1] for node in drops)
 

@@ -156,7 +156,7 @@ def set_locations(graph: fx.Graph) -> None:
                 calls.append(int(key.rpartition("@")[2]) if "@" in key else 0)
         meta = {
             "path": modules[-1] if modules else "",
-            "where": _where(node.meta.get("stack_trace") or ""),
+            "where": where_of(node.meta.get("stack_trace") or ""),
             "modules": tuple(modules),
             "calls": tuple(calls),
         }
@@ -166,7 +166,8 @@ def set_locations(graph: fx.Graph) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _where(stack_trace: str) -> str:
+def where_of(stack_trace: str) -> str:
+    """`file.py:12`, the innermost line of the user's model in a stack trace, or ""."""
     frames = re.findall(r'File "(.+?)", line (\d+)', stack_trace)
     user = [(file, line) for file, line in frames if is_user_file(file)]
     return f"{Path(user[-1][0]).name}:{user[-1][1]}" if user else ""

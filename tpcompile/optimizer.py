@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tpcompile.errors import ShardingError
-from tpcompile.parameters import Sharded, all_sharded, layouts_by_id
+from tpcompile.parameters import Sharded, all_sharded, layouts_by_id, moved
 from tpcompile.storage import ParamLayout
 from tpcompile.stored import distribute, view_original
 from tpcompile.stored_tensor import Stored
@@ -60,7 +60,24 @@ _WATCHING: list[Any] = []
 def watch_optimizers() -> None:
     """Hook every optimizer at its first step: most are made after the model is sharded."""
     if not _WATCHING:
-        _WATCHING.append(register_optimizer_step_pre_hook(lambda opt, *_: hook_optimizer(opt)))
+        _WATCHING.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    follow_moved(optimizer)
+    hook_optimizer(optimizer)
+
+
+def follow_moved(optimizer: Optimizer) -> None:
+    """Put parameters in the place of those that they replaced after the optimizer was made."""
+    while True:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        stale = [(p, *to) for p in every if (to := moved(p)) is not None]
+        if not stale:
+            return
+        check_optimizer(optimizer)
+        for old, new, place in stale:
+            remap_parameter(optimizer, old, new, place)
 
 
 def hook_optimizer(optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,8 +54,13 @@ def layouts_by_id(model: nn.Module) -> dict[int, ParamLayout]:
     return {
         id(module._parameters[attr]): layout
         for module in model.modules()
-        for attr, layout in module.__dict__.get(_LAYOUTS, {}).items()
+        for attr, layout in layouts_of(module).items()
     }
+
+
+def layouts_of(module: nn.Module) -> dict[str, ParamLayout]:
+    """Attribute of each sharded parameter of a module's own -> its storage."""
+    return module.__dict__.get(_LAYOUTS, {})
 
 
 def note_sharded(module: nn.Module, layouts: dict[str, ParamLayout], mesh: DeviceMesh) -> None:
@@ -105,12 +111,29 @@ def shard_parameters(
         ShardingError: a parameter is a DTensor already; nothing is changed.
     """
     _check_plain(model)
+    rest = {
+        places[0].name: ParamLayout.replicated(_at(places[0]).shape, mesh.size())
+        for places in slots(model)
+        if not any(slot.name in layouts for slot in places)
+    }
+    place_parameters(model, {**rest, **layouts}, mesh, replaced)
+    _move_buffers(model, mesh.device_type)
+
+
+def place_parameters(
+    model: nn.Module,
+    layouts: Mapping[str, ParamLayout],
+    mesh: DeviceMesh,
+    replaced: Replaced | None = None,
+) -> None:
+    """`shard_parameters` of those that have a layout and no place yet; buffers are left alone."""
+    known = _SHARDED.get(model)
     by_name: dict[str, ParamLayout] = {}
     for places in list(slots(model)):
-        old = places[0].module._parameters[places[0].attr]
-        assert old is not None
         given = [layouts[slot.name] for slot in places if slot.name in layouts]
-        layout = given[0] if given else ParamLayout.replicated(old.shape, mesh.size())
+        if not given or (known is not None and places[0].name in known.layouts):
+            continue
+        old, layout = _at(places[0]), given[0]
         assert layout.shape == tuple(old.shape), f"{places[0].name}: {layout} for {old.shape}"
         new = renew(old, distribute(old, layout, mesh), places)
         if old.grad is not None:
@@ -118,12 +141,63 @@ def shard_parameters(
         if replaced is not None:
             replaced(old, new, lambda full, layout=layout: distribute(full, layout, mesh))
         by_name.update({slot.name: layout for slot in places})
-    _move_buffers(model, mesh.device_type)
+    _note(model, by_name, mesh)
+
+
+def move_parameters(model: nn.Module, layouts: Mapping[str, ParamLayout], mesh: DeviceMesh) -> None:
+    """Store sharded parameters otherwise; all ranks take part, and optimizers follow."""
+    by_name: dict[str, ParamLayout] = {}
+    before = _SHARDED[model].layouts
+    for places in list(slots(model)):
+        layout = layouts.get(places[0].name)
+        if layout is not None:
+            old, was = _at(places[0]), before[places[0].name]
+            assert isinstance(old, DTensor)
+
+            def place(value: Tensor, was: Any = was, layout: Any = layout) -> DTensor:
+                if isinstance(value, DTensor):
+                    value = was.from_storage(value.full_tensor())
+                return distribute(value, layout, mesh)
+
+            new = renew(old, place(old.detach()), places)
+            new.grad = None if old.grad is None else place(old.grad)
+            mark_moved(old, new, place)
+            by_name.update({slot.name: layout for slot in places})
+    _note(model, by_name, mesh)
+
+
+_MOVED = "_tpcompile_moved"
+"""Attribute of a parameter that another has replaced."""
+
+
+def mark_moved(old: nn.Parameter, new: nn.Parameter, place: Callable[[Tensor], Tensor]) -> None:
+    """Note on a parameter that another has replaced it; `place` is as for `Replaced`."""
+    vars(old)[_MOVED] = new, place
+
+
+def moved(parameter: Tensor) -> tuple[nn.Parameter, Callable[[Tensor], Tensor]] | None:
+    """What `mark_moved` noted."""
+    return vars(parameter).get(_MOVED)
+
+
+def _note(model: nn.Module, by_name: dict[str, ParamLayout], mesh: DeviceMesh) -> None:
+    """Note how parameters are stored now, for state dicts and whoever asks."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        module.__dict__[_LAYOUTS] = {attr: by_name[prefix + attr] for attr in _own(module)}
-        install_hooks(module, module.__dict__[_LAYOUTS], mesh)
-    _SHARDED[model] = Sharded(by_name, mesh)
+        own = {attr: by_name[prefix + attr] for attr in _own(module) if prefix + attr in by_name}
+        if own and _LAYOUTS not in module.__dict__:
+            module.__dict__[_LAYOUTS] = {}
+            install_hooks(module, module.__dict__[_LAYOUTS], mesh)
+        if own:
+            module.__dict__[_LAYOUTS].update(own)
+    known = _SHARDED.get(model)
+    _SHARDED[model] = Sharded({**(known.layouts if known else {}), **by_name}, mesh)
+
+
+def _at(slot: Slot) -> nn.Parameter:
+    parameter = slot.module._parameters[slot.attr]
+    assert parameter is not None
+    return parameter
 
 
 def local_parameter(parameter: Tensor, layout: ParamLayout, rank: int) -> Tensor:
@@ -160,7 +234,8 @@ def _check_plain(model: nn.Module) -> None:
 def renew(old: nn.Parameter, value: Tensor, places: list[Slot]) -> nn.Parameter:
     """Put a new parameter with this value, and `old`'s attributes, at all places of `old`."""
     new = nn.Parameter(value, requires_grad=old.requires_grad)
-    vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+    kept = {key: value for key, value in vars(old).items() if key != _MOVED}
+    vars(new).update({key: value for key, value in kept.items() if key not in vars(new)})
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
     for hook in (old._post_accumulate_grad_hooks or {}).values():

@@ -49,6 +49,15 @@ def check_before_shard(model: nn.Module, blocks: set[str]) -> None:
                 f"{path} has forward hooks: they would be in the graph, and be called beside it",
                 "register hooks on blocks after shard",
             )
+    check_memory(model, asked)
+
+
+def check_memory(model: nn.Module, asked: str) -> None:
+    """Refuse parameters that share memory, or do with a buffer, and are not one object.
+
+    Raises:
+        InputError: Naming two of them.
+    """
     for one, other in _overlapping(model):
         raise InputError(
             asked,

@@ -204,19 +204,7 @@ def _explain_as(module: nn.Module, planned: Program) -> None:
 def _submesh(model: nn.Module, mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """The 1-D mesh of the axis, after everything that can be wrong with it."""
     name = type(model).__name__
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
-            f"shard({name}, mesh={type(mesh).__name__})",
-            "the mesh is not a DeviceMesh",
-            'mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))',
-        )
-    names = mesh.mesh_dim_names or ()
-    if axis not in names:
-        raise MeshError(
-            f"shard {name} over mesh axis {axis!r}",
-            f"the mesh has {'axes ' + ', '.join(map(repr, names)) if names else 'no named axes'}",
-            f'init_device_mesh(..., mesh_dim_names=("{axis}",)), or pass axis= one of its names',
-        )
+    submesh = axis_mesh(mesh, axis, f"shard({name}, mesh={type(mesh).__name__})", f"shard {name}")
     if sharded_for(model) is not None:
         raise TpcompileError(
             f"shard {name}",
@@ -229,5 +217,27 @@ def _submesh(model: nn.Module, mesh: DeviceMesh, axis: str) -> DeviceMesh:
             f"shard {name} over a mesh of {mesh.device_type} devices",
             f"the model is on {', '.join(sorted(devices))}",
             f'model.to("{mesh.device_type}") first, or make the mesh for the device it is on',
+        )
+    return submesh
+
+
+def axis_mesh(mesh: Any, axis: str, call: str, asked: str) -> DeviceMesh:
+    """The 1-D mesh of an axis; `call` and `asked` are the user's, for errors.
+
+    Raises:
+        MeshError: It is no mesh, or has no such axis.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            call,
+            "the mesh is not a DeviceMesh",
+            'mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))',
+        )
+    names = mesh.mesh_dim_names or ()
+    if axis not in names:
+        raise MeshError(
+            f"{asked} over mesh axis {axis!r}",
+            f"the mesh has {'axes ' + ', '.join(map(repr, names)) if names else 'no named axes'}",
+            f'init_device_mesh(..., mesh_dim_names=("{axis}",)), or pass axis= one of its names',
         )
     return mesh[axis]

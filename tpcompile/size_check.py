@@ -42,7 +42,7 @@ def size_check(
     functions: dict[str, Any] = {"max": max, "min": min}
 
     def text(expr: Any) -> str:
-        return _text(expr, where, functions)
+        return python_text(expr, where, functions)
 
     tests = [*_shape_tests(program, where, text)]
     tests += map(text, program.guards)
@@ -57,7 +57,7 @@ def _shape_tests(
     shapes: dict[str, tuple[Any, ...]] = program.extra["input_shapes"]
     for name, expected in shapes.items():
         yield f"{name}.ndim == {len(expected)}"
-    lengths: set[tuple[str, int]] = program.extra["lengths"]
+    lengths: set[tuple[str, int]] = program.extra.get("lengths", set())
     for symbol, place in program.symbols.items():
         yield f"{where[symbol]} >= {1 if place in lengths else 2}"
     for name, expected in shapes.items():
@@ -67,12 +67,12 @@ def _shape_tests(
                 yield f"{own} == {text(size)}"
 
 
-def _text(expr: Any, where: dict[Any, str], functions: dict[str, Any]) -> str:
+def python_text(expr: Any, where: dict[Any, str], functions: dict[str, Any]) -> str:
     """Python text of an int or sympy expression; functions without an operator are collected."""
     if expr in where:
         return where[expr]
     name = type(expr).__name__
-    operands = [_text(arg, where, functions) for arg in getattr(expr, "args", ())]
+    operands = [python_text(arg, where, functions) for arg in getattr(expr, "args", ())]
     if not operands:
         return {"BooleanTrue": "True", "BooleanFalse": "False"}.get(name, str(expr))
     if name in _INFIX:

@@ -51,19 +51,36 @@ def gather_full(parameter: DTensor, layout: ParamLayout) -> Tensor:
     return full.cpu() if own or full.device.type != "cpu" else full.clone()
 
 
+def read_whole(parameter: DTensor, layout: ParamLayout) -> Tensor:
+    """The original tensor; its gradient, equal on all ranks, becomes this rank's part of it."""
+    if layout.dim is None:
+        return parameter.to_local()
+    if not torch.is_grad_enabled():
+        return layout.from_storage(parameter.full_tensor())
+    return _Whole.apply(parameter.to_local(), parameter.detach(), layout)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, parameter: DTensor, layout: ParamLayout) -> Tensor:
+        ctx.layout, ctx.rank = layout, parameter.device_mesh.get_local_rank()
+        return layout.from_storage(parameter.full_tensor())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return ctx.layout.to_local(grads[0], ctx.rank), None, None
+
+
 def install_hooks(module: nn.Module, layouts: Mapping[str, ParamLayout], mesh: DeviceMesh) -> None:
     """Let a module's state dicts have, and load, the original shapes of its own parameters.
 
     Args:
-        module: Its parameters are DTensors.
-        layouts: By the attribute name of each.
+        module: Its parameters are DTensors, or will be before they are in `layouts`.
+        layouts: By the attribute name of each; may change later.
         mesh: 1-D mesh of the tensor parallel axis.
     """
-    reordered = {attr: layout for attr, layout in layouts.items() if not layout.is_identity()}
-    if layouts:
-        module.register_load_state_dict_pre_hook(partial(_load_originals, dict(layouts), mesh))
-    if reordered:
-        module.register_state_dict_post_hook(partial(_view_originals, reordered, mesh))
+    module.register_load_state_dict_pre_hook(partial(_load_originals, layouts, mesh))
+    module.register_state_dict_post_hook(partial(_view_originals, layouts, mesh))
 
 
 def view_original(stored: DTensor, layout: ParamLayout, mesh: DeviceMesh) -> Stored:
@@ -73,7 +90,7 @@ def view_original(stored: DTensor, layout: ParamLayout, mesh: DeviceMesh) -> Sto
 
 
 def _view_originals(
-    layouts: dict[str, ParamLayout],
+    layouts: Mapping[str, ParamLayout],
     mesh: DeviceMesh,
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -81,6 +98,8 @@ def _view_originals(
     metadata: dict[str, Any],
 ) -> None:
     for attr, layout in layouts.items():
+        if layout.is_identity():
+            continue
         value = state_dict.get(prefix + attr)
         # With keep_vars=True the value is the parameter itself, and must stay it.
         if isinstance(value, DTensor) and value is not module._parameters[attr]:
@@ -88,7 +107,7 @@ def _view_originals(
 
 
 def _load_originals(
-    layouts: dict[str, ParamLayout],
+    layouts: Mapping[str, ParamLayout],
     mesh: DeviceMesh,
     module: nn.Module,
     state_dict: dict[str, Any],

@@ -8,11 +8,19 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers the ops' fake kernels
 import torch.utils.checkpoint
-from torch import fx
+from torch import (
+    _guards,  # whether Dynamo compiles; imported by torch itself
+    fx,
+)
 from torch._C import DisableTorchFunction  # documented, not exported
 from torch._C import _set_grad_enabled as set_grad_enabled_call  # what no_grad calls
+from torch._dynamo.backends.registry import lookup_backend  # a backend by its name
+from torch._dynamo.eval_frame import skip_code  # see skip_frames
+from torch._dynamo.exc import ShortenTraceback  # see error_through_dynamo
 from torch._ops import HigherOrderOperator, OpOverload  # types of call targets, public in docs only
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # what tracing runs on
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast_call  # in graphs of Dynamo
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast_call
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as fx_config  # settings of symbolic sizes
 from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
@@ -27,21 +35,30 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "apply_function",
+    "call_module",
     "checkpoint_hook",
+    "compiler_for",
     "dtensor_as",
+    "enter_autocast_call",
+    "error_through_dynamo",
+    "exit_autocast_call",
     "functional_collectives",
     "gather_matches",
+    "graph_end",
     "is_batched",
+    "is_dynamo_compiling",
     "lengths_of_one",
     "post_grad_backend",
     "post_grad_graphs",
     "pytree",
+    "replace_call",
     "same_storage",
     "scatter_matches",
     "set_checkpoint_hook",
     "set_function_apply",
     "set_grad_enabled_call",
     "shape_guards",
+    "skip_frames",
     "sym_expr",
     "sym_int",
 ]
@@ -202,3 +219,56 @@ def scatter_matches(graph: fx.Graph) -> dict[fx.Node, Any]:
         alone = len(match.input_node.users) == 1 or all(u in nodes for u in match.input_node.users)
         found[match.reduce_scatter_node] = producer if alone else None
     return found
+
+
+def is_dynamo_compiling() -> bool:
+    """Whether Dynamo traces, calls a backend or makes guards: `is_compiling` tells traced code."""
+    return _guards.CompileContext.current_compile_id() is not None
+
+
+def skip_frames(*functions: Any) -> None:
+    """Let Dynamo inline functions, but not compile them where compiled code calls them.
+
+    `torch.compiler.disable` would break the graph of a caller.
+    """
+    for function in functions:
+        skip_code(function.__code__)
+
+
+def error_through_dynamo(error: Exception) -> Exception:
+    """The same error, of its class and of one that Dynamo lets pass: it wraps all others."""
+    kind = type(error)
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    bases: tuple[Any, ...] = (kind, ShortenTraceback)
+    both = type(kind.__name__, bases, own)
+    new = both.__new__(both, *error.args)
+    new.__dict__.update(vars(error), first_useful_frame=None)
+    return new
+
+
+def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What calling a module does, whatever `replace_call` has put in its place."""
+    return module._call_impl(*args, **kwargs)
+
+
+def replace_call(module: Any, call: Any) -> None:
+    """Let a module's calls go to `call`, where Module.compile has put nothing yet.
+
+    A class of its own, or a wrapper, would be part of what Dynamo traces; this is not, and is no
+    part of copies.
+    """
+    if module._compiled_call_impl is None:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def graph_end(gm: Any) -> tuple[bool, str, Any]:
+    """(whether the graph broke, why it ends, the user's frames) of a graph from Dynamo."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None:
+        return False, "", ()
+    return reason.graph_break, reason.reason, reason.user_stack
+
+
+def compiler_for(name: str) -> Any:
+    """A registered backend as a function of a graph from Dynamo: it has no public twin."""
+    return lookup_backend(name)
