@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tpcompile.errors import ShardingError
 from tpcompile.storage import ParamLayout
 from tpcompile.stored import distribute, install_hooks
+from tpcompile.torch_private import dtensor_of, local_of, spec_of
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,40 @@ def local_parameter(parameter: Tensor, layout: ParamLayout, rank: int) -> Tensor
             "it is no DTensor: it was assigned after shard",
             "change values in place, or with tpcompile.load_state_dict",
         )
-    local = parameter.to_local()
+    local = _local(parameter)
     if layout.dim is None or not layout.is_padded(rank):
         return local
     return local.narrow(layout.dim, 0, layout.real_length(rank))
+
+
+def _local(parameter: DTensor) -> Tensor:
+    """`parameter.to_local()`, which takes 100 us forward and backward."""
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
+    if not (torch.is_grad_enabled() and parameter.requires_grad):
+        return local_of(parameter)
+    return _Local.apply(parameter)
+
+
+class _Local(torch.autograd.Function):
+    """A rank's part of a parameter; the gradient is a DTensor like the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        local = local_of(parameter)
+        ctx.spec, ctx.contiguous = spec_of(parameter), local.is_contiguous()
+        ctx.set_materialize_grads(False)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> DTensor | None:
+        (grad,), spec = grads, ctx.spec
+        if grad is None:
+            return None
+        if ctx.contiguous and grad.is_contiguous() and not torch.is_grad_enabled():
+            return dtensor_of(grad, spec)
+        shape, stride = spec.shape, spec.stride
+        return DTensor.from_local(grad, spec.mesh, spec.placements, shape=shape, stride=stride)
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator, OpOverload  # types of call targets,
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # what tracing runs on
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast_call  # in graphs of Dynamo
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast_call
+from torch.distributed.distributed_c10d import _resolve_process_group  # see group_for
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as fx_config  # settings of symbolic sizes
 from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
@@ -39,15 +40,18 @@ __all__ = [
     "checkpoint_hook",
     "compiler_for",
     "dtensor_as",
+    "dtensor_of",
     "enter_autocast_call",
     "error_through_dynamo",
     "exit_autocast_call",
     "functional_collectives",
     "gather_matches",
     "graph_end",
+    "group_for",
     "is_batched",
     "is_dynamo_compiling",
     "lengths_of_one",
+    "local_of",
     "post_grad_backend",
     "post_grad_graphs",
     "pytree",
@@ -59,6 +63,7 @@ __all__ = [
     "set_grad_enabled_call",
     "shape_guards",
     "skip_frames",
+    "spec_of",
     "sym_expr",
     "sym_int",
 ]
@@ -66,6 +71,11 @@ __all__ = [
 functional_collectives = torch.ops._c10d_functional
 """The collectives that torch.compile traces whole; their public wrappers cost 100 us a call more
 and all_reduce's registered backward sums a gradient that is already replicated."""
+
+
+def group_for(name: str) -> Any:
+    """The process group of a name, which is what an axis and functional collectives go by."""
+    return _resolve_process_group(name)
 
 
 def sym_expr(size: Any) -> Any:
@@ -125,6 +135,21 @@ def is_batched(x: torch.Tensor) -> bool:
     """Whether vmap or is_grads_batched runs: two kinds of tensors, no public test of either."""
     functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
     return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
+
+
+def local_of(dtensor: DTensor) -> torch.Tensor:
+    """A rank's part; `to_local` under no_grad takes ten times as long."""
+    return dtensor._local_tensor
+
+
+def spec_of(dtensor: DTensor) -> Any:
+    """Mesh, placements, shape and strides of a DTensor."""
+    return dtensor._spec
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor of a rank's part: the public from_local works its shape out anew."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def dtensor_as(cls: Any, dtensor: DTensor) -> Any:

@@ -8,18 +8,21 @@ padded to the longest one, and the padding is cut off again before anything read
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from tpcompile.layout import Segments, is_contiguous, join, local_length, take
 from tpcompile.local_group import Axis, local_group_for
 from tpcompile.torch_private import functional_collectives as ops
+from tpcompile.torch_private import group_for
 
 Layout = tuple[int, Segments]
 """(dim, segments): which dim of a tensor is split, and how."""
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Started:
@@ -28,6 +31,7 @@ class Started:
     def __init__(self, result: Tensor, complete: bool = False) -> None:
         """`complete` says that nothing is left to wait for."""
         self.result, self.complete = result, complete
+        self.work: dist.Work | None = None
         self._finish: Callable[[Tensor], Tensor] | None = None
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> "Started":
@@ -38,8 +42,23 @@ class Started:
 
     def wait(self) -> Tensor:
         """The result, complete."""
-        result = self.result if self.complete else ops.wait_tensor(self.result)
+        result = self.result
+        if self.work is not None:
+            self.work.wait()
+        elif not self.complete:
+            result = ops.wait_tensor(result)
         return result if self._finish is None else self._finish(result)
+
+
+def _sent(result: Tensor, work: Any) -> Started:
+    """What torch.distributed has started; functional collectives are for compilers, and slower."""
+    started = Started(result)
+    started.work = work
+    return started
+
+
+def _functional(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or x.is_complex() or not x.numel()
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -69,14 +88,18 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -
     if group := local_group_for(axis):
         values = [value for (value,) in group.exchange(rank, f"all_reduce({op})", x)]
         return Started(reduce(torch.add if op == "sum" else torch.maximum, values), complete=True)
-    return Started(ops.all_reduce(x, op, name))
+    if _functional(x):
+        return Started(ops.all_reduce(x, op, name))
+    return _sent(out := x.clone(), dist.all_reduce(out, _OPS[op], group_for(name), async_op=True))
 
 
 def start_all_reduce_(x: Tensor, axis: Axis) -> Started:
     """Start the sum over all ranks in place; `x` is contiguous and nothing else reads it."""
     if local_group_for(axis):
         return Started(x.copy_(all_reduce(x, axis)), complete=True)
-    return Started(ops.all_reduce_(x, "sum", axis[0]))
+    if _functional(x):
+        return Started(ops.all_reduce_(x, "sum", axis[0]))
+    return _sent(x, dist.all_reduce(x, group=group_for(axis[0]), async_op=True))
 
 
 def start_all_gather(x: Tensor, axis: Axis, layout: Layout) -> Started:
@@ -169,7 +192,11 @@ def start_all_gather_chunks(x: Tensor, axis: Axis) -> Started:
     if group := local_group_for(axis):
         chunks = [chunk for (chunk,) in group.exchange(rank, "all_gather", x)]
         return Started(torch.cat(chunks), complete=True)
-    return Started(ops.all_gather_into_tensor(x, size, name))
+    if _functional(x):
+        return Started(ops.all_gather_into_tensor(x, size, name))
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    work = dist.all_gather_into_tensor(out, x, group_for(name), async_op=True)
+    return _sent(out, work)
 
 
 def start_reduce_scatter_chunks(x: Tensor, axis: Axis) -> Started:
@@ -178,7 +205,11 @@ def start_reduce_scatter_chunks(x: Tensor, axis: Axis) -> Started:
     if group := local_group_for(axis):
         received = group.exchange(rank, "reduce_scatter", *x.chunk(size))
         return Started(reduce(torch.add, [chunks[rank] for chunks in received]), complete=True)
-    return Started(ops.reduce_scatter_tensor(x, "sum", size, name))
+    if _functional(x):
+        return Started(ops.reduce_scatter_tensor(x, "sum", size, name))
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    work = dist.reduce_scatter_tensor(out, x, group=group_for(name), async_op=True)
+    return _sent(out, work)
 
 
 def _start_all_to_all_pieces(
