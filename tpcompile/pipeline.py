@@ -19,6 +19,7 @@ from tpcompile.passes.assign_placements import assign_placements
 from tpcompile.passes.bucket_gradients import bucket_gradients
 from tpcompile.passes.certify_cost import certify_cost
 from tpcompile.passes.eliminate_redundant import eliminate_redundant
+from tpcompile.passes.find_causal_masks import find_causal_masks
 from tpcompile.passes.find_dims import find_dims
 from tpcompile.passes.functionalize import functionalize
 from tpcompile.passes.fuse_linears import fuse_linears
@@ -36,7 +37,7 @@ from tpcompile.program import Program
 
 Pass = Callable[[Program], Program]
 
-NORMALIZE: list[Pass] = [inline_regions, functionalize, normalize]
+NORMALIZE: list[Pass] = [inline_regions, functionalize, normalize, find_causal_masks]
 PLAN: list[Pass] = [
     name_dims,
     find_dims,
