@@ -154,10 +154,10 @@ def _hint(program: Program, place: tuple[str, int]) -> int:
 
 def _erase_unused(program: Program, mask: fx.Node) -> None:
     """Take away what only made a mask."""
-    waiting = [mask]
+    waiting, erased = [mask], set()
     while waiting:
         node = waiting.pop()
-        if not node.users and node.op == "call_function":
-            inputs = node.all_input_nodes
+        if not node.users and node.op == "call_function" and node not in erased:
+            waiting += node.all_input_nodes
             program.graph.erase_node(node)
-            waiting += inputs
+            erased.add(node)

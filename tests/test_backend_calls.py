@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from llama import assert_close, gradients, llama, loss_for, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import tpcompile
 from tpcompile.errors import TpcompileError
@@ -38,6 +39,68 @@ def assert_alike(plain, call, length=8):
         losses[-1].backward()
     assert_close(losses[1].detach(), losses[0].detach())
     assert_close(gradients(model), gradients(plain))
+
+
+class Stack(nn.Module):
+    """Blocks that are alike, each compiled by itself."""
+
+    def __init__(self):
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))  # noqa: E731
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        """[b, 8] -> [b, 8]."""
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def check_blocks(hooks):
+    """Blocks compiled one by one with one backend, in checkpoints, train as on one device."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = Stack().double()
+    model = copy.deepcopy(plain)
+    backend = tpcompile.backend(cm.mesh(), inner="eager")
+    for block in model.blocks:
+        block.compile(backend=backend)
+    for each in (plain, model) if hooks else ():
+        each.blocks[1][0].register_forward_hook(lambda module, given, out: 2 * out)
+    for step in range(2):
+        x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        results = [each(x).square().sum() for each in (plain, model)]
+        assert_close(results[1].detach(), results[0].detach())
+        for result in results:
+            result.backward()
+        assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_blocks_that_are_alike(ranks, hooks):
+    """Each runs with its own weights, though Dynamo makes one graph of them."""
+    ranks(check_blocks, 2, hooks)
+
+
+def check_lost_write():
+    """A write to a weight that is gathered for Python is an error, not lost."""
+    _, model, _ = compiled()
+    head = model.lm_head
+    run = type(head).forward
+
+    def clamped(x):
+        with torch.no_grad():
+            head.weight.clamp_(-1, 1)
+        return run(head, x)
+
+    head.forward = clamped
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        model(input_ids=tokens())
+
+
+def test_writes_outside_of_graphs(ranks):
+    """They raise."""
+    ranks(check_lost_write, 2)
 
 
 def check_state():

@@ -20,7 +20,8 @@ import tpcompile
 from tpcompile.errors import InputError, TpcompileError
 
 PASSES = [
-    "capture", "inline_regions", "functionalize", "normalize", "name_dims", "find_dims",
+    "capture", "inline_regions", "functionalize", "normalize", "find_causal_masks", "name_dims",
+    "find_dims",
     "assign_placements", "insert_collectives", "eliminate_redundant", "certify_cost",
     "mark_blocks", "localize", "bucket_gradients", "fuse_linears", "overlap_collectives",
     "split_blocks",
@@ -240,7 +241,7 @@ def test_save_writes_what_the_variable_would(tmp_path: Path) -> None:
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names[:2] == ["00_capture.txt", "01_inline_regions.txt"]
     assert names[-4:] == ["planned.dot", "planned.html", "planned.json", "planned.svg"]
-    assert (tmp_path / "out" / "15_split_blocks.txt").read_text() == small()["split_blocks"]
+    assert (tmp_path / "out" / "16_split_blocks.txt").read_text() == small()["split_blocks"]
 
 
 def emitted() -> dict[str, str]:
@@ -303,5 +304,5 @@ def test_ranks_that_disagree_each_write_their_plan(ranks, tmp_path: Path) -> Non
     """So that the stages of two ranks can be compared."""
     assert ranks("test_dump:disagree", 2, str(tmp_path)) == ["RankMismatchError"] * 2
     (folder,) = tmp_path.iterdir()
-    texts = [(folder / f"rank{r}" / "04_name_dims.txt").read_text() for r in (0, 1)]
+    texts = [(folder / f"rank{r}" / "05_name_dims.txt").read_text() for r in (0, 1)]
     assert ["[12, 8]" in text for text in texts] == [True, False]

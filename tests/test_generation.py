@@ -26,6 +26,7 @@ FAMILIES = {
     "gemma2": lm("Gemma2ForCausalLM", sliding_window=8),
     "mistral": lm("MistralForCausalLM", sliding_window=8),
     "mamba2": lm("Mamba2ForCausalLM", num_heads=16, head_dim=8, n_groups=1, state_size=8),
+    "recurrent": lm("RecurrentGemmaForCausalLM", lru_width=64, num_hidden_layers=3),
     "t5": Architecture("T5ForConditionalGeneration", architectures.pair, architectures.START),
     "bart": Architecture("BartForConditionalGeneration", architectures.pair),
     "whisper": architectures.ARCHITECTURES["Whisper"],
@@ -85,7 +86,9 @@ def test_encoder_and_decoder(ranks: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("bart", "mamba2")])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name not in ("bart", "mamba2", "recurrent")]
+)
 def test_families(ranks: Any, size: int, name: str) -> None:
     """64 greedy tokens of each family."""
     ranks(check_families, size, [name], 64, timeout=600.0)
@@ -219,6 +222,27 @@ def test_ranks_that_disagree(ranks: Any) -> None:
         "generate with a sharded LlamaForCausalLM on all ranks of the axis"
     )
     assert "ranks 0 and 1 differ in input_ids" in text
+
+
+def check_refused() -> list[str]:
+    """Errors of what cannot generate."""
+    found = []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    for name, options in (("llama", {"outputs": "sharded"}), ("recurrent", {})):
+        model, inputs = FAMILIES[name].build()
+        example = {"input_ids": inputs["input_ids"], "use_cache": False}
+        tpcompile.shard(model, mesh, example, hardware=TINY, **options)
+        with pytest.raises(tpcompile.TpcompileError) as caught:
+            model.generate(inputs["input_ids"], max_new_tokens=2, use_cache=True)
+        found.append(str(caught.value).replace("\n", ""))
+    return found
+
+
+def test_what_cannot_generate(ranks: Any) -> None:
+    """Logits in pieces, and state that is in no cache."""
+    pieces, state = ranks(check_refused, 2)[0]
+    assert "its logits leave it as DTensors (outputs=)" in pieces
+    assert "its forward keeps state in attributes: model.layers.0.temporal_block" in state
 
 
 def check_lengths(sequence_parallel: bool) -> list[str]:

@@ -147,6 +147,7 @@ def _trace(
     program = program_from_export(exported, model, bound.paths, spec, assigned)
     _note_caches(program, bound, groups)
     program.notes += _notes(watch)
+    program.extra["assigned"] = tuple(watch.assigned)
     return program
 
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from tpcompile.agreement import agree, tensor_digest
 from tpcompile.parameters import sharded_for
+
+GENERATING: ContextVar[bool] = ContextVar("generating", default=False)
+"""Whether `generate` runs: what a forward leaves in the model counts for the next one."""
 
 
 def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,8 +40,12 @@ def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(self, "generation_config"):
             # Of Hugging Face's own accord on GPUs, for static caches; a trace cannot take a cache.
             kwargs.setdefault("disable_compile", True)
-        with _seed_of_first(group, sharded.mesh.device_type):
-            return generate(self, *args, **kwargs)
+        token = GENERATING.set(True)
+        try:
+            with _seed_of_first(group, sharded.mesh.device_type):
+                return generate(self, *args, **kwargs)
+        finally:
+            GENERATING.reset(token)
 
     return wrapped
 

@@ -87,10 +87,14 @@ class Home:
         self._complete = False
 
     def leaves(self) -> dict[int, Leaf]:
-        """Id of each tensor, as Dynamo sees it -> what it is."""
+        """Id of each tensor, as Dynamo sees it and as its code hands it over -> what it is."""
         found: dict[int, Leaf] = {}
         for name, parameter in traced_parameters(self.model):
-            found.setdefault(id(parameter), Leaf("parameter", name))
+            leaf = found.setdefault(id(parameter), Leaf("parameter", name))
+            module, attr = self.source(name)
+            held = module._parameters
+            if isinstance(held, Registry) and attr in held.shards:
+                found.setdefault(id(held.shards[attr]), leaf)
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
             found.setdefault(id(buffer), Leaf("buffer", name))
         return found

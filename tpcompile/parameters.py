@@ -178,7 +178,7 @@ def mark_moved(old: nn.Parameter, new: nn.Parameter, place: Callable[[Tensor], T
 
 def moved(parameter: Tensor) -> tuple[nn.Parameter, Callable[[Tensor], Tensor]] | None:
     """What `mark_moved` noted."""
-    return vars(parameter).get(_MOVED)
+    return getattr(parameter, _MOVED, None)  # Dynamo, in a compiled step, cannot follow vars
 
 
 def _note(model: nn.Module, by_name: dict[str, ParamLayout], mesh: DeviceMesh) -> None:

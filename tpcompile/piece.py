@@ -121,6 +121,12 @@ def run_whole(gm: fx.GraphModule, parameters: Mapping[int, tuple[nn.Module, str]
     return run
 
 
+def kinds_of(inputs: list[Any]) -> str:
+    """Types and shapes of what is no parameter."""
+    tensors = (t for t in inputs if isinstance(t, Tensor) and not isinstance(t, nn.Parameter))
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
 def _from_place(place: Place, rank: int) -> Callable[[tuple[Any, ...]], Tensor]:
     return lambda args: place.read(rank)
 

@@ -1,12 +1,12 @@
 """How one graph of Dynamo's becomes what runs in its place."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpcompile import pipeline
@@ -16,7 +16,7 @@ from tpcompile.clone import clone
 from tpcompile.dynamo_graph import lower
 from tpcompile.errors import CaptureError, InputError, ShardingError, TpcompileError
 from tpcompile.home import Home, home_for, owner_of
-from tpcompile.piece import Compiled, Place, Runnable, run_whole, runnable
+from tpcompile.piece import Compiled, Place, Runnable, kinds_of, run_whole, runnable
 from tpcompile.pins import PlanLike, pins_from_layouts, pins_from_plan
 from tpcompile.planning import block_paths, check_rules
 from tpcompile.program import Leaf, Program
@@ -52,7 +52,7 @@ class Shared:
         """The model that holds the parameters of a graph."""
         wanted = set(map(id, parameters))
         for home in self.homes:
-            if wanted <= set(map(id, home.traced().values())):
+            if wanted <= home.leaves().keys():
                 return home
         if self.model is not None:
             raise InputError(
@@ -111,15 +111,36 @@ class Piece:
             return
         self.home: Home = shared.home_of(parameters)
         self.asked = f"compile graph {self.number} of {type(self.home.model).__name__}"
-        with torch.inference_mode(False):
-            self.run = self._first(gm, inputs)
+        self.gm, self.others = gm, []
+        self.given = {i: t for i, t in enumerate(inputs) if isinstance(t, nn.Parameter)}
+        self.given_names = self._named(inputs)
+        # A checkpoint around the compiled module would count what tracing saves.
+        aside = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.inference_mode(False), aside:
+            self.mine = self._first(gm, inputs)
+        self.run = self._run_any
+
+    def _run_any(self, *args: Any) -> Any:
+        """Run with the parameters given: Dynamo has one graph for modules that are alike."""
+        for piece in (self, *self.others):
+            if all(args[i] is parameter for i, parameter in piece.given.items()):
+                return piece.mine(*args)
+        if self._named(args) == self.given_names:
+            self.given = {i: args[i] for i in self.given}  # renewed, as by another dtype
+            return self.mine(*args)
+        self.others.append(Piece(self.shared, self.number, self.gm, list(args)))
+        return self.others[-1].mine(*args)
+
+    def _named(self, args: Sequence[Any]) -> list[Leaf | None]:
+        leaves = self.home.leaves()
+        return [leaves.get(id(args[i])) for i in self.given]
 
     def _first(self, gm: fx.GraphModule, inputs: list[Any]) -> Compiled:
         """Plan with all ranks, place what is new, and compile."""
         leaves = self.home.leaves()
         names = {i: leaves[id(t)] for i, t in enumerate(inputs) if id(t) in leaves}
         group = self.shared.mesh.get_group()
-        meet(group, self.asked, _kinds(inputs))
+        meet(group, self.asked, kinds_of(inputs))
         made = agree(
             self.asked,
             lambda: self._decide(gm, names),
@@ -248,11 +269,6 @@ class Piece:
     def text(self) -> PieceText:
         """For `explain`."""
         return PieceText(self.number, *self.end, self.planned, self.whole, len(self.variants))
-
-
-def _kinds(inputs: list[Any]) -> str:
-    tensors = (t for t in inputs if isinstance(t, Tensor) and not isinstance(t, nn.Parameter))
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
 def _check_updates(program: Program) -> None:

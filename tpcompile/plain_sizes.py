@@ -76,6 +76,8 @@ class _Writer:
             return pick
         if kind in ("FloorDiv", "CleanDiv"):
             quotient = sympy.cancel(operands[0] / operands[1])
+            if quotient.is_number:
+                return quotient if quotient.is_integer else expr.func(*operands)
             numbers = sympy.Poly(quotient).coeffs() if quotient.is_polynomial() else ()
             if numbers and all(number.is_integer for number in numbers):
                 return quotient

@@ -14,7 +14,8 @@ from tpcompile.agreement import agree, digest, meet
 from tpcompile.caches import HEADS, Entries
 from tpcompile.capture_inputs import bind_inputs
 from tpcompile.emit import emit
-from tpcompile.errors import TpcompileError
+from tpcompile.errors import CaptureError, InputError, TpcompileError
+from tpcompile.generation import GENERATING
 from tpcompile.pins import pins_from_layouts
 from tpcompile.pipeline import OwnPasses
 from tpcompile.planning import captured, check_rules
@@ -168,6 +169,7 @@ class Recapture:
         for mine, theirs in self.pairs:
             _follow(mine, theirs)
         program = captured(self.twin, args, kwargs, passes=self.settings.passes)
+        self._check_generating(program)
         pins = pins_from_layouts(self.layouts)
         options = dict(self.settings.options)
         if options["sequence_parallel"] == "auto" and not grads:
@@ -175,6 +177,21 @@ class Recapture:
         pipeline.plan(program, self.axis[1], pins=pins, **options)
         check_rules(program, strict=self.settings.strict)
         return program
+
+    def _check_generating(self, program: Program) -> None:
+        """Refuse to generate with state that a graph would not keep, or with logits in pieces."""
+        if not GENERATING.get():
+            return
+        asked = f"generate with a sharded {self.name}"
+        if self.settings.options["outputs"] == "sharded":
+            fix = 'shard it with outputs="replicated", the default'
+            raise InputError(asked, "its logits leave it as DTensors (outputs=)", fix)
+        if program.extra["assigned"]:
+            raise CaptureError(
+                asked,
+                f"its forward keeps state in attributes: {', '.join(program.extra['assigned'])}",
+                "a graph keeps state in buffers and caches only; generate on one device",
+            )
 
 
 def _follow(mine: nn.Module, theirs: nn.Module) -> None:

@@ -163,7 +163,9 @@ def install_registries(model: nn.Module, device: str, before: Callable[[], None]
             if module._parameters:
                 module.__dict__["_parameters"] = Registry(module)
                 module.__dict__["_apply"] = partial(_apply, module, device)
-            replace_call(module, partial(_call, module, before if module is model else None))
+            if not (module._forward_hooks or module._forward_pre_hooks):
+                # Dynamo guards on what modules with hooks are made of.
+                replace_call(module, partial(_call, module, before if module is model else None))
 
 
 def _call(module: nn.Module, before: Callable[[], None] | None, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,8 @@ def read_whole(parameter: DTensor, layout: ParamLayout) -> Tensor:
     if layout.dim is None:
         return parameter.to_local()
     if not torch.is_grad_enabled():
-        return layout.from_storage(parameter.full_tensor())
+        with torch.inference_mode():  # so that a write to it, which would be lost, is an error
+            return layout.from_storage(parameter.full_tensor())
     return _Whole.apply(parameter.to_local(), parameter.detach(), layout)
 
 
