@@ -155,7 +155,10 @@ def check_lengths(sequence_parallel, named):
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("sequence_parallel", "graphs"), [(False, 2), (True, 3)])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "graphs"),
+    [pytest.param(False, 2, marks=pytest.mark.slow), (True, 3)],
+)
 def test_twenty_lengths_take_few_graphs(ranks, sequence_parallel, graphs):
     """One for the first, one for all others; one more for those that the degree divides."""
     named = not sequence_parallel

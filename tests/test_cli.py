@@ -138,6 +138,7 @@ def test_calibrate(folder: Path) -> None:
     ).hardware.name == "here"  # fmt: skip
 
 
+@pytest.mark.slow
 def test_export_and_lint_agree(folder: Path) -> None:
     """What is exported for transformers is linted without a finding."""
     out, _ = start("export", "llama", "--tp", "2", "--json")

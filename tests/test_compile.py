@@ -60,7 +60,10 @@ def check_sizes(sequence_parallel):
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "graphs"),
-    [(False, [1, 2, 2, 2, 3, 4, 4, 4]), (True, [1, 2, 2, 2, 3, 4, 5, 5])],
+    [
+        pytest.param(False, [1, 2, 2, 2, 3, 4, 4, 4], marks=pytest.mark.slow),
+        (True, [1, 2, 2, 2, 3, 4, 5, 5]),
+    ],
 )
 def test_other_sizes_compile_a_dynamic_graph_once(ranks, sequence_parallel, graphs):
     """A batch of 1 and a length that sequence parallelism cannot split take one more each.
@@ -93,6 +96,7 @@ def check_calls():
         assert_close(call(ids).logits, plain(ids).logits)
 
 
+@pytest.mark.slow
 def test_other_calls(ranks):
     """A trace finds the capture that the call needs."""
     ranks(check_calls, 2)

@@ -14,8 +14,8 @@ import tpcompile
 LAYERS = 2
 KINDS = {
     "c10d::allreduce_": "all_reduce",
-    "c10d::allgather_into_tensor_coalesced_": "all_gather",
-    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::alltoall_base_": "all_to_all",
 }
 """What torch's profiler calls an operation of a process group -> its kind."""

@@ -215,12 +215,12 @@ def test_every_run_writes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tpcompile.verify(example.model, example.inputs, tp=2).ok
     (folder,) = tmp_path.iterdir()
     assert folder.name == "MLP"
-    shared = [f"{i:02}_{name}.txt" for i, name in enumerate(PASSES[:11])]
+    shared = [f"{i:02}_{name}.txt" for i, name in enumerate(PASSES[:12])]
     forms = [f"planned.{form}" for form in ("dot", "html", "json", "svg")]
-    own = [f"{i}_{name}.txt" for i, name in enumerate(PASSES[11:-1], 11)]
+    own = [f"{i}_{name}.txt" for i, name in enumerate(PASSES[12:-1], 12)]
     assert sorted(p.name for p in folder.iterdir()) == [*shared, *forms, "rank0", "rank1"]
     assert [sorted(p.name for p in (folder / f"rank{r}").iterdir()) for r in (0, 1)] == [own, own]
-    text = (folder / "rank1" / "11_localize.txt").read_text()
+    text = (folder / "rank1" / "12_localize.txt").read_text()
     assert text.startswith("# rank 1 of 2\n")
     tpcompile.explain(example.model, example.inputs, tp=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["MLP", "MLP-2"]

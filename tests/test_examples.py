@@ -40,6 +40,7 @@ def test_your_own_module() -> None:
     assert run("02_your_own_module.py").strip()
 
 
+@pytest.mark.slow
 def test_choose_a_degree() -> None:
     """Four blocks fit one A100, so the advice is data parallelism; 16 is said to cross the node."""
     text = run("04_choose_a_degree.py")

@@ -50,7 +50,10 @@ def check_training(sequence_parallel, reshard):
     assert all(torch.equal(again[name], full[name]) for name in full)
 
 
-@pytest.mark.parametrize(("sequence_parallel", "reshard"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "reshard"),
+    [pytest.param(False, True, marks=pytest.mark.slow), (True, False)],
+)
 def test_fully_shard_trains_like_one_device(ranks, sequence_parallel, reshard):
     """Blocks and root under `fully_shard` on the dp axis, each dp rank with its own batch."""
     ranks(check_training, 4, sequence_parallel, reshard)

@@ -261,7 +261,7 @@ def check_lengths(sequence_parallel: bool) -> list[str]:
     return [str(capture) for capture in model.captures]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lengths(ranks: Any, sequence_parallel: bool) -> None:
     """20 lengths are one capture, and with sequence parallelism one more for odd ones."""
     plain = "model(input_ids[b, s]); eval"

@@ -113,6 +113,7 @@ def check_compiled():
     return pairs, [tuple(wanted.count(kind, way)[0] for kind in KINDS) for way in ways]
 
 
+@pytest.mark.slow
 def test_the_report_is_what_the_compiler_sees(ranks):
     """The same pairs in the graphs of torch.compile, on ranks."""
     for found, wanted in ranks(check_compiled, 2):

@@ -333,7 +333,7 @@ def check_compiled(chunks):
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_compiler_sees_the_plain_form(ranks, chunks):
     """Halves and chunks do not break the graph."""
     ranks(check_compiled, 2, chunks)

@@ -16,7 +16,13 @@ from tpcompile import Explanation, Plan, ShardingError
 X = torch.randn(2, 6, 8)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("gptj", "neox", "qwen2") else [])
+        for name in sorted(MODELS)
+    ],
+)
 def test_loaded_plan_gives_the_same_plan(name: str, tmp_path: Path) -> None:
     """Saved, loaded and asked for again: equal objects, and the same text of a fresh solve."""
     example = MODELS[name]()

@@ -186,7 +186,17 @@ def test_doctests(name: str) -> None:
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in PAGES])
+SLOW_PAGES = {"docs/compile.md", "docs/overlap.md"}
+"""Each takes a quarter of a minute; what they show has tests of its own."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_PAGES else [])
+        for name in (page.relative_to(ROOT).as_posix() for page in PAGES)
+    ],
+)
 def test_code_of_pages_runs(page: str, ranks, request: pytest.FixtureRequest) -> None:
     """Blocks marked `python run` run on two ranks and print what the page says they print."""
     text = (ROOT / page).read_text()

@@ -97,15 +97,24 @@ class _FlatOutput(_Flat):
 
     found: list[OutputSpec]
     assigned: list[str]
+    kept: list[str]
+    """Attributes that the forward sets to tensors."""
 
     def forward(self, tensors: list[Tensor]) -> Any:
         owners = [(name, m, dict(m._buffers)) for name, m in self.model.named_modules()]
+        before = {name: dict(vars(module)) for name, module, _ in owners}
         with TraceMode():
             output = super().forward(tensors)
         leaves, spec = take_output(output, self.caches, tensors)
         if not all(map(is_tensor, leaves)):
             raise ValueError("the output holds an input's size, which is a number")
         self.found[:] = [spec]
+        self.kept = [
+            f"{name}.{key}" if name else key
+            for name, module, _ in owners
+            for key, value in vars(module).items()
+            if is_tensor(value) and before[name].get(key) is not value
+        ]
         self.assigned.clear()
         for name, module, buffers in owners:
             for key, old in buffers.items():
@@ -147,7 +156,7 @@ def _trace(
     program = program_from_export(exported, model, bound.paths, spec, assigned)
     _note_caches(program, bound, groups)
     program.notes += _notes(watch)
-    program.extra["assigned"] = tuple(watch.assigned)
+    program.extra["assigned"] = tuple(getattr(wrapper, "kept", ()))
     return program
 
 

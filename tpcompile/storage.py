@@ -7,7 +7,7 @@ that is the original itself (`is_identity`); for fused weights it is shard-major
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,13 @@ class Run(NamedTuple):
     local: int
     """First index in the rank's part."""
     length: int
+
+
+@lru_cache(maxsize=4096)  # asked for every parameter at every step
+def _padded_ranks(segments: Segments, size: int) -> frozenset[int]:
+    """Ranks whose parts are shorter than the longest."""
+    lengths = [local_length(segments, size, rank) for rank in range(size)]
+    return frozenset(rank for rank, length in enumerate(lengths) if length < max(lengths))
 
 
 @dataclass(frozen=True)
@@ -83,15 +90,7 @@ class ParamLayout:
 
     def is_padded(self, rank: int) -> bool:
         """Whether the rank's part ends in padding."""
-        return rank in self._padded
-
-    @cached_property
-    def _padded(self) -> frozenset[int]:
-        # Kept: it is asked for every parameter at every step.
-        if self.dim is None:
-            return frozenset()
-        longest = self.local_shape()[self.dim]
-        return frozenset(rank for rank in range(self.size) if self.real_length(rank) < longest)
+        return self.dim is not None and rank in _padded_ranks(self.segments, self.size)
 
     def runs(self, rank: int) -> Iterator[Run]:
         """The rank's part as slices of the original, in the order of both."""

@@ -195,7 +195,7 @@ def start_all_gather_chunks(x: Tensor, axis: Axis) -> Started:
     if _functional(x):
         return Started(ops.all_gather_into_tensor(x, size, name))
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    work = dist.all_gather_into_tensor(out, x, group_for(name), async_op=True)
+    work = dist.all_gather_single(out, x, group_for(name), async_op=True)
     return _sent(out, work)
 
 
@@ -208,7 +208,7 @@ def start_reduce_scatter_chunks(x: Tensor, axis: Axis) -> Started:
     if _functional(x):
         return Started(ops.reduce_scatter_tensor(x, "sum", size, name))
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    work = dist.reduce_scatter_tensor(out, x, group=group_for(name), async_op=True)
+    work = dist.reduce_scatter_single(out, x, group=group_for(name), async_op=True)
     return _sent(out, work)
 
 
