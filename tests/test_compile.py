@@ -58,10 +58,11 @@ def check_sizes(sequence_parallel):
     return [compiled.check(tokens(*shape)) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sequence_parallel", "graphs"),
     [
-        pytest.param(False, [1, 2, 2, 2, 3, 4, 4, 4], marks=pytest.mark.slow),
+        (False, [1, 2, 2, 2, 3, 4, 4, 4]),
         (True, [1, 2, 2, 2, 3, 4, 5, 5]),
     ],
 )

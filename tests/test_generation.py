@@ -37,7 +37,7 @@ def both(name: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
     """(plain, sharded, what generate is given) of a family, with positions for 64 tokens more."""
     made = FAMILIES[name]
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
-    changes = {**dict.fromkeys(names, 128), "use_cache": True, **made.changes}
+    changes = {**made.changes, **dict.fromkeys(names, 128), "use_cache": True}
     family = Architecture(made.model, made.inputs, changes)
     (plain, inputs), (model, _) = family.build(), family.build()
     for each in (plain, model):
