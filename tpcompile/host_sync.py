@@ -1,5 +1,7 @@
 """Ops that make the host wait for a device: a graph without them can run as one CUDA graph."""
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -27,7 +29,7 @@ def _reads_values(node: fx.Node) -> bool:
         return False
     if torch.Tag.data_dependent_output in node.target.tags:
         return True
-    sizes = [size for value in values(node) for size in value.shape if is_dynamic(size)]
+    sizes: list[Any] = [s for value in values(node) for s in value.shape if is_dynamic(s)]
     by_value = any(not size.node.has_hint() for size in sizes)
     return torch.Tag.dynamic_output_shape in node.target.tags and by_value
 

@@ -21,7 +21,6 @@ from torch._ops import HigherOrderOperator, OpOverload  # types of call targets,
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # what tracing runs on
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast_call  # in graphs of Dynamo
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast_call
-from torch.distributed.distributed_c10d import _resolve_process_group  # see group_for
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as fx_config  # settings of symbolic sizes
 from torch.multiprocessing.reductions import StorageWeakRef  # undocumented
@@ -75,7 +74,8 @@ and all_reduce's registered backward sums a gradient that is already replicated.
 
 def group_for(name: str) -> Any:
     """The process group of a name, which is what an axis and functional collectives go by."""
-    return _resolve_process_group(name)
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return resolve(name)
 
 
 def sym_expr(size: Any) -> Any:
@@ -96,7 +96,8 @@ def shape_guards(fake_mode: Any) -> list[Any]:
 
 def lengths_of_one() -> Any:
     """Trace with sizes that may be 1 or more; export's public settings make 1 a size of its own."""
-    return fx_config.patch(backed_size_oblivious=True)
+    config: Any = fx_config
+    return config.patch(backed_size_oblivious=True)
 
 
 def checkpoint_hook() -> Any:
