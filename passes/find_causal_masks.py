@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from tpcompile.plain_sizes import example_sizes
 from tpcompile.program import Program
 from tpcompile.torch_private import OpOverload, sym_expr
 
@@ -56,7 +57,7 @@ def _is_causal(program: Program, mask: fx.Node, q: Any) -> bool:
     if nodes is None:
         return False
     length = q.meta["val"].shape[-2]
-    examples = {s: _hint(program, place) for s, place in program.symbols.items()}
+    examples = example_sizes(program)
     trials = [examples]
     if isinstance(length, torch.SymInt) and sym_expr(length).is_Symbol:
         longest = max(_numbers(nodes), default=0) + 7
@@ -144,12 +145,6 @@ def _is_lower(mask: Tensor) -> bool:
             return False
         mask = ~hidden
     return bool((mask == lower).all())
-
-
-def _hint(program: Program, place: tuple[str, int]) -> int:
-    name, dim = place
-    node = next(n for n in program.placeholders("input") if n.name == name)
-    return int(node.meta["val"].shape[dim].node.hint)
 
 
 def _erase_unused(program: Program, mask: fx.Node) -> None:

@@ -48,13 +48,6 @@ class CachePlan:
         path = self.outputs.get(slot)
         return next((n for n, other in self.inputs.items() if other == path), None)
 
-    def entries(self) -> Entries:
-        """How a planned program deals them out."""
-        sizes, found = self.choices.sizes, {}
-        for node, path in self.inputs.items():
-            found[path] = _entry(node.meta["dims"][0], node.meta["states"][0], sizes)
-        return found
-
 
 def cache_plan(program: Program, choices: Choices) -> CachePlan:
     """The caches of a program; nothing where `extra["caches"]` is None: all is whole then."""
@@ -92,10 +85,10 @@ def planned_entries(program: Program) -> Entries:
     """How the caches of a planned program are dealt out."""
     plan: Any = program.extra["assignment"]
     cached: CachePlan = plan.problem.caches
-    found = cached.entries()
+    found: Entries = {}
     returned = operands(program.output())
-    for slot, path in cached.outputs.items():
-        node = returned[slot]
+    outputs = ((returned[slot], path) for slot, path in cached.outputs.items())
+    for node, path in (*cached.inputs.items(), *outputs):
         entry = _entry(node.meta["dims"][0], node.meta["states"][0], cached.choices.sizes)
         assert found.setdefault(path, entry) == entry, f"{path} changes its placement"
     return found

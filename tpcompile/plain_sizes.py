@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .program import Program, is_dynamic
 from .torch_private import sym_expr, sym_int
@@ -31,7 +31,7 @@ def write_plain_sizes(program: Program) -> bool:
 class _Writer:
     def __init__(self, program: Program) -> None:
         self.mode = program.extra["fake_mode"]
-        self.hints = {symbol: _hint(program, place) for symbol, place in program.symbols.items()}
+        self.hints = example_sizes(program)
         self.guards: dict[Any, None] = {}
         self.is_plain = True
 
@@ -84,7 +84,8 @@ class _Writer:
         return expr.func(*operands)
 
 
-def _hint(program: Program, place: tuple[str, int]) -> int:
-    name, dim = place
-    node: fx.Node = next(n for n in program.placeholders("input") if n.name == name)
-    return int(node.meta["val"].shape[dim].node.hint)
+def example_sizes(program: Program) -> dict[Any, int]:
+    """Symbol -> its value in the example that was captured."""
+    inputs = {node.name: node.meta["val"] for node in program.placeholders("input")}
+    places = program.symbols.items()
+    return {symbol: int(inputs[name].shape[dim].node.hint) for symbol, (name, dim) in places}
